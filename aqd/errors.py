@@ -1,0 +1,140 @@
+"""All errors of aqd, and the exit codes of its commands.
+
+One root, three kinds: :class:`UserError` (the caller's mistake: a message without a traceback),
+:class:`WorldError` (something outside failed: try again), :class:`BugError` (ours). The exceptions
+that *handlers* raise or receive stand at the end; they are not failures of aqd.
+
+A message says what happened, to what, and what to do.
+"""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of ``aqd`` and of its processes, so that a number in the journal means something."""
+
+    OK = 0
+    ERROR = 1  # an error of ours
+    USAGE = 2  # wrong command line (click's own code)
+    CONFIG = 3  # the configuration or a plugin was refused
+    DATABASE = 4  # the database is away, or its schema does not fit
+    RUNNING = 5  # another daemon already holds the pid file
+    NOT_RUNNING = 6  # no daemon answers on the control socket
+    REFUSED = 7  # the daemon refused the command (a reload of a broken configuration)
+    LOADER = 8  # the plugins could not be loaded
+    WORKERS = 9  # worker processes cannot start, again and again
+    ORPHANED = 10  # a child found that its master is gone
+    CHANNEL = 11  # a worker's channel broke or carried what it should not
+
+
+class AqdError(Exception):
+    """Root of all errors that aqd raises about itself."""
+
+    exit_code = Exit.ERROR
+
+
+class UserError(AqdError):
+    """The caller's mistake; the message is the whole explanation."""
+
+    exit_code = Exit.USAGE
+
+
+class ConfigError(UserError):
+    """The configuration was refused: file, key and reason are in the message."""
+
+    exit_code = Exit.CONFIG
+
+
+class InputError(UserError):
+    """A submitted value was refused.
+
+    ``field`` is the path of the value (``"payload.items[3].name"``, ``"priority"``), ``reason`` says
+    what is wrong with it and which bound it broke.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field = field
+        self.reason = reason
+
+
+class NotFoundError(UserError):
+    """There is no job (queue, schedule, …) of that id."""
+
+
+class ConflictError(UserError):
+    """The object exists but its state forbids what was asked."""
+
+
+class PluginError(UserError):
+    """A plugin was refused: file and reason are in the message."""
+
+    exit_code = Exit.CONFIG
+
+
+class WorldError(AqdError):
+    """Something outside of aqd failed; trying again later may succeed."""
+
+
+class DatabaseUnavailable(WorldError):
+    """PostgreSQL cannot be reached, or refused to serve."""
+
+    exit_code = Exit.DATABASE
+
+
+class SchemaMismatch(WorldError):
+    """The database's schema is older or newer than this version of aqd; the message says which."""
+
+    exit_code = Exit.DATABASE
+
+
+class NotRunning(WorldError):
+    """No daemon answers on the control socket."""
+
+    exit_code = Exit.NOT_RUNNING
+
+
+class BugError(AqdError):
+    """An invariant of aqd is broken: please report it."""
+
+
+# --- what handlers raise ------------------------------------------------------------------------
+
+
+class Retry(Exception):
+    """Raised by a handler: this attempt failed, try again after ``after_s`` seconds.
+
+    With ``after_s=None`` the handler's normal backoff applies. Attempts still count.
+    """
+
+    def __init__(self, after_s: float | None = None, reason: str = "") -> None:
+        super().__init__(reason or "the handler asked for a retry")
+        self.after_s = after_s
+        self.reason = reason
+
+
+class Discard(Exception):
+    """Raised by a handler: the job can never succeed; FAILED at once, without a retry."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason or "the handler discarded the job")
+        self.reason = reason
+
+
+# --- what handlers receive ----------------------------------------------------------------------
+
+
+class StopJob(BaseException):
+    """Root of the exceptions by which aqd ends a running handler.
+
+    They derive from :class:`BaseException` so that ``except Exception`` does not swallow them; a
+    handler that swallows them all the same is killed after ``kill_grace_s``.
+    """
+
+
+class JobTimeout(StopJob):
+    """The job ran longer than its ``timeout_s``."""
+
+
+class JobInterrupted(StopJob):
+    """The daemon is stopping (or has lost the job's lease); the attempt is given back."""
