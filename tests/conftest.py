@@ -1,0 +1,3 @@
+"""Loads the fixtures of ``tests/fixtures``. Nothing else belongs here."""
+
+pytest_plugins = ["tests.fixtures.postgres"]
