@@ -49,13 +49,15 @@ class InputError(UserError):
     """A submitted value was refused.
 
     ``field`` is the path of the value (``"payload.items[3].name"``, ``"priority"``), ``reason`` says
-    what is wrong with it and which bound it broke.
+    what is wrong with it, ``bound`` is the limit that was broken where there is one (``64``,
+    ``"-100..100"``).
     """
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, bound: str | int | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field = field
         self.reason = reason
+        self.bound = bound
 
 
 class NotFoundError(UserError):
