@@ -1,0 +1,250 @@
+"""What one option may be: its type, bounds and spelling, and how its value is shown.
+
+Used by :mod:`aqd.config`, which knows the options themselves; everything here is pure apart from
+:func:`read_secret`. A refused value raises :class:`Refused` with the reason; the caller adds where the
+value stood and which option it was for.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("auto", "human", "json")
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class Option(NamedTuple):
+    """One option as it can be written: its place, type, bounds, default and names in the environment."""
+
+    section: str
+    name: str
+    kind: str  # "str" | "int" | "float" | "bool" | "list" | "table"
+    low: float | None
+    high: float | None
+    default: Any
+    env: tuple[str, ...]  # the first one that is set wins
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+class Refused(Exception):
+    """A value was refused; the text is the reason."""
+
+
+# A database password may itself contain "@" or "/" (wrongly, but people do it): for those URLs everything
+# up to the last "@" is hidden.
+_DATABASE_URL_PASSWORD = re.compile(r"(?i)(\bpostgres(?:ql)?(?:\+\w+)?://[^:/?#@\s\"']*:)[^\s\"']*@")
+_URL_PASSWORD = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]*://[^:/?#@\s\"']*:)[^\s\"'/?#@]*@")
+_KEY_PASSWORD = re.compile(
+    r"(?i)\b((?:ssl)?password|oauth_client_secret|scram_(?:client|server)_key)(\s*=\s*)('(?:\\.|[^'\\])*'?|[^\s&\"']+)"
+)
+
+
+def mask(text: str) -> str:
+    """``text`` with the passwords of URLs and of libpq's conninfo strings replaced by ``***``."""
+    if "://" in text:
+        text = _URL_PASSWORD.sub(r"\1***@", _DATABASE_URL_PASSWORD.sub(r"\1***@", text))
+    if "=" in text:
+        text = _KEY_PASSWORD.sub(r"\1\2***", text)
+    return text
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as TOML for people, secrets masked. ``key`` is ``"section.name"``."""
+    if key == "api.admin_api_key":
+        return '"***"' if value else '""'
+    return mask(toml(value))
+
+
+def check(option: Option, value: Any) -> Any:
+    """``value`` as the option's type, or :class:`Refused`."""
+    match option.kind:
+        case "bool":
+            if not isinstance(value, bool):
+                raise Refused("must be true or false")
+        case "int" | "float":
+            value = _check_number(option, value)
+        case "str":
+            if not isinstance(value, str):
+                raise Refused("must be a string in quotes")
+            value = _check_text(option, value)
+        case "list":
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise Refused("must be a list of strings")
+            _check_names(value)
+        case "table":
+            _check_settings(value)
+    return value
+
+
+def _check_number(option: Option, value: Any) -> int | float:
+    whole = option.kind == "int"
+    noun = "whole number" if whole else "number"
+    bounds = f"must be a {noun} between {_number(option.low)} and {_number(option.high)}"
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise Refused(bounds)
+    assert option.low is not None
+    assert option.high is not None
+    if not option.low <= value <= option.high:  # also refuses nan, which no bound lets through
+        raise Refused(bounds)
+    return int(value) if whole else float(value)
+
+
+def _check_text(option: Option, text: str) -> str:
+    if any(ord(char) < 32 or ord(char) == 127 for char in text.strip()):
+        raise Refused("must not contain control characters")
+    text = text.strip()
+    match option.key:
+        case "database.url":
+            if not text:
+                raise Refused("must not be empty")
+            if re.match(r"postgres(ql)?\+\w+://", text):
+                raise Refused("must be a libpq URL, without a driver name: postgresql://user@host/database")
+            if not re.match(r"postgres(ql)?://", text) and not re.match(r"\w+\s*=", text):
+                raise Refused("must be postgresql://user@host:port/database or 'host=… dbname=… user=…'")
+        case "log.level":
+            text = {"warn": "warning"}.get(text.lower(), text.lower())
+            _check_choice(text, LOG_LEVELS)
+        case "log.format":
+            text = text.lower()
+            _check_choice(text, LOG_FORMATS)
+        case "api.host":
+            if not text or re.search(r"[\s/]", text):
+                raise Refused("must be an address or a host name, without port and scheme")
+        case "daemon.node_name":
+            if len(text.encode(errors="replace")) > 128:
+                raise Refused("must be at most 128 bytes long")
+    return text
+
+
+def _check_choice(text: str, choices: tuple[str, ...]) -> None:
+    if text not in choices:
+        raise Refused(f"must be one of {', '.join(choices)}{did_you_mean(text, choices)}")
+
+
+def _check_names(names: list[str]) -> None:
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise Refused(f"{name!r} must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -")
+    if len(set(names)) < len(names):
+        raise Refused("names the same queue twice")
+
+
+def _check_settings(value: Any) -> None:
+    if not isinstance(value, dict):
+        raise Refused("must be a table of tables, written [plugins.settings.<plugin>]")
+    for plugin, table in value.items():
+        if not isinstance(table, dict):
+            raise Refused(f"{plugin} must be a table, written [plugins.settings.{plugin}]")
+        _check_setting(plugin, table)
+
+
+def _check_setting(place: str, value: Any) -> None:
+    """Settings travel to the workers as MessagePack and must arrive as they were written."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_setting(f"{place}.{name}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_setting(f"{place}[{index}]", item)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise Refused(f"{place} must fit into 64 bits")
+    elif not isinstance(value, str | int | float | bool):
+        raise Refused(f"{place} must be a string, number, boolean, list or table, not a date: quote it")
+
+
+def from_text(option: Option, text: str) -> Any:
+    """The text of a variable as the type that TOML would give."""
+    match option.kind:
+        case "int" | "float":
+            try:
+                return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else float(text)
+            except ValueError:
+                return text  # refused by the check, which knows the bounds
+        case "bool":
+            lower = text.lower()
+            return True if lower in _TRUE else False if lower in _FALSE else text
+        case "list":
+            if not text.startswith("["):
+                return [part.strip() for part in text.split(",") if part.strip()]
+            return _toml_value(text)
+        case "table":
+            return _toml_value(text)
+    return text
+
+
+def _toml_value(text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise Refused(f"is not a TOML value: {error}") from None
+
+
+def read_secret(path: str) -> str:
+    """A secret's file without the white space around it: editors and ``echo`` leave a newline."""
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(65_537)
+    except OSError as error:
+        raise Refused(f"cannot be read: {error.strerror}") from None
+    if len(data) > 65_536:
+        raise Refused("is larger than 64 KiB, so it is no secret")
+    try:
+        return data.decode().strip()
+    except UnicodeDecodeError:
+        raise Refused("is not UTF-8") from None
+
+
+def absolute(path: str, base: str) -> str:
+    """Children may have another working directory, so a path is made absolute once, here."""
+    return os.path.normpath(os.path.join(base, os.path.expanduser(path))) if path else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    import difflib  # 3 ms that only a mistake has to pay
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else str(int(value)) if value == int(value) else str(value)
+
+
+def brief(value: Any) -> str:
+    text = value if isinstance(value, str) else toml(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def hidden(key: str, value: Any) -> str:
+    return "***" if key == "api.admin_api_key" else brief(mask(value) if isinstance(value, str) else value)
+
+
+def toml(value: Any) -> str:
+    """``value`` in TOML's notation (inline tables for dictionaries)."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return msgspec.json.encode(
+            value.encode(errors="replace").decode()
+        ).decode()  # TOML's escapes are JSON's
+    if isinstance(value, list):
+        return f"[{', '.join(toml(item) for item in value)}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{_toml_key(key)} = {toml(item)}" for key, item in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)

@@ -1,0 +1,67 @@
+"""Talking to systemd: readiness, reloads, status and the watchdog.
+
+Used by the master only (the unit says ``NotifyAccess=main``; what its children send is refused). Does
+nothing, and says so by returning False or None, when there is no systemd above us. Never waits longer
+than half a second: the manager may be stopped or re-executing.
+
+Protocol: sd_notify(3), sd_watchdog_enabled(3), systemd.service(5).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+
+_SEND_TIMEOUT_S = 0.5
+_NOT_FOR_CHILDREN = ("NOTIFY_SOCKET",)
+_NOT_FOR_CHILDREN_PREFIXES = ("WATCHDOG_", "LISTEN_")
+
+
+def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Send ``state`` (lines ``READY=1``, ``STATUS=…``, ``STOPPING=1``, ``WATCHDOG=1``,
+    ``EXTEND_TIMEOUT_USEC=…``); True when the manager's socket took it.
+
+    ``NOTIFY_SOCKET`` is a path, or ``@name`` for the abstract namespace; nothing else is spoken.
+    """
+    address = environ.get("NOTIFY_SOCKET", "")
+    if len(address) < 2 or address[0] not in "/@":
+        return False
+    if address[0] == "@":
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(_SEND_TIMEOUT_S)
+            sock.connect(address)
+            sock.send(state.encode(errors="replace"))
+    except OSError:  # TimeoutError too
+        return False
+    return True
+
+
+def reloading() -> str:
+    """The state to send when a reload begins; ``READY=1`` ends it, also after a refusal.
+
+    The time stamp lets ``Type=notify-reload`` (systemd 253) tell this reload from an earlier one.
+    """
+    return f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}"
+
+
+def watchdog_interval_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """How often to send ``WATCHDOG=1``: half of what the manager allows; None without a watchdog for us.
+
+    ``WATCHDOG_PID`` must be ours: the variables may have been inherited from a service that started us.
+    """
+    try:
+        limit_us = int(environ["WATCHDOG_USEC"])
+        if "WATCHDOG_PID" in environ and int(environ["WATCHDOG_PID"]) != os.getpid():
+            return None
+    except (KeyError, ValueError):
+        return None
+    return limit_us / 2_000_000 if limit_us > 0 else None
+
+
+def strip_environment(env: MutableMapping[str, str]) -> None:
+    """Remove what must not reach children: gunicorn, for one, would announce READY for the daemon."""
+    for name in list(env):
+        if name in _NOT_FOR_CHILDREN or name.startswith(_NOT_FOR_CHILDREN_PREFIXES):
+            del env[name]
