@@ -1,0 +1,481 @@
+"""The log: one line an event, on the process's standard error, never in anybody's way.
+
+Used by every process. ``configure`` once, then ``get_logger(name).info("worker exited", slot=0, pid=12)``.
+Human on a terminal::
+
+    2026-11-29 17:40:01 INFO  master  worker exited  slot=0 pid=12 signal=SIGKILL
+
+and one JSON object a line otherwise (keys ``at level process pid event``, then the fields).
+
+Promises: never blocks, never raises, takes no lock, starts no thread, survives fork (STYLE 2: the master
+forks and must not wait for whoever reads its log). A line is one write of at most 4096 bytes, which a
+pipe takes whole or not at all (PIPE_BUF, pipe(7)), so lines of several processes do not mix. A line that
+cannot be written is dropped and counted, and the next one that can says ``dropped=n``. What is too long
+is shortened value by value, so that a line stays a whole JSON object. Passwords in URLs and conninfo
+strings are masked; other secrets are the caller's duty.
+
+Blocking is avoided where the descriptor leads: a pipe or terminal is opened anew, so that O_NONBLOCK
+stays ours and does not change the descriptor that children and the shell share; a socket (journald) is
+sent to with MSG_DONTWAIT; where a second opening is forbidden, poll(2) is asked first.
+"""
+
+import os
+import select
+import socket
+import stat
+import sys
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from aqd.options import mask
+
+if TYPE_CHECKING:
+    import logging
+    from types import TracebackType
+
+MAX_LINE = 4096
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+_WORDS = {"debug": "DEBUG", "info": "INFO ", "warning": "WARN ", "error": "ERROR"}
+_COLOURS = {"debug": "\033[2m", "warning": "\033[33m", "error": "\033[31m"}
+# Priorities of syslog(3); journald strips the prefix and `journalctl -p warning` then works.
+_PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
+_OWN_KEYS = frozenset(("at", "level", "process", "pid", "logger", "event", "dropped", "cut"))
+
+
+# --- where lines go -------------------------------------------------------------------------------
+
+
+class _Sink(Protocol):
+    @property
+    def fd(self) -> int: ...
+
+    def write(self, line: bytes) -> bool:
+        """Write the whole line without waiting; False when it could not be."""
+
+    def close(self) -> None: ...
+
+
+class _Descriptor:
+    """A descriptor of our own that is non-blocking, or a regular file, which never waits for a reader."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def write(self, line: bytes) -> bool:
+        try:
+            written = os.write(self.fd, line)
+            if written < len(line):  # a terminal or a full disk took a part: try to end the line
+                os.write(self.fd, b"\n")
+        except OSError:
+            return False
+        return written == len(line)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class _Polled(_Descriptor):
+    """A descriptor that others share and that may block: written to only when poll says there is room."""
+
+    def write(self, line: bytes) -> bool:
+        try:
+            poll = select.poll()
+            poll.register(self.fd, select.POLLOUT)
+            if not any(events & select.POLLOUT for _, events in poll.poll(0)):
+                return False
+        except OSError:
+            return False
+        return super().write(line)
+
+
+class _Socket:
+    """A socket such as journald's."""
+
+    def __init__(self, fd: int) -> None:
+        self.sock = socket.socket(fileno=fd)
+
+    def write(self, line: bytes) -> bool:
+        try:
+            return self.sock.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(line)
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.sock.close()
+
+    @property
+    def fd(self) -> int:
+        return self.sock.fileno()
+
+
+def _open_sink(fd: int) -> _Sink:
+    """A sink that leads where ``fd`` leads; ``fd`` itself may be closed or redirected afterwards."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode):
+        return _Socket(os.dup(fd))
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_APPEND | os.O_CLOEXEC
+        try:
+            return _Descriptor(os.open(f"/proc/self/fd/{fd}", flags))
+        except OSError:  # no /proc, or the pipe belongs to the user that we were before
+            return _Polled(os.dup(fd))
+    return _Descriptor(os.dup(fd))  # not opened anew: the offset must stay shared
+
+
+# --- state of this process ------------------------------------------------------------------------
+
+
+class _State:
+    """What ``configure`` set. Replaced as a whole, so that a signal handler sees one or the other."""
+
+    def __init__(self, level: str, human: bool, process: str, sink: _Sink | None) -> None:
+        self.threshold = LEVELS[level]
+        self.human = human
+        self.process = process
+        self.sink = sink
+        self.colour = False
+        self.journal = False
+
+
+_state = _State("info", True, "aqd", None)
+_context: dict[str, Any] = {}
+_dropped = 0
+_dropped_pid = 0
+
+
+def configure(level: str, format: str, *, process: str, fd: int = 2, stdlib: bool = True) -> None:
+    """Set this process's log. May be called again (after a reload, in a forked worker).
+
+    ``format`` ``"auto"`` means human on a terminal and JSON elsewhere. ``process`` is the role
+    (``"master"``, ``"worker"``, …). ``fd`` is where the lines go: the descriptor is duplicated, so a
+    worker may redirect its standard error afterwards. With ``stdlib`` the standard library's logging
+    (libraries, handlers' loggers) is routed here too.
+    """
+    global _state
+    try:
+        sink: _Sink | None = _open_sink(fd)
+        tty = os.isatty(fd)
+    except OSError:  # closed: a daemon without standard error goes on without a log
+        sink, tty = None, False
+    new = _State(level, format == "human" or (format == "auto" and tty), process, sink)
+    new.colour = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    new.journal = sink is not None and _is_journal(fd)
+    old, _state = _state, new
+    if old.sink is not None:
+        old.sink.close()
+    if stdlib:
+        route_stdlib()
+
+
+def _is_journal(fd: int) -> bool:
+    """systemd names device and inode of the stream it gave us (systemd.exec(5), JOURNAL_STREAM)."""
+    status = os.fstat(fd)
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
+def context(**fields: Any) -> None:
+    """Fields put on every line of this process from now on, also on libraries' lines (a worker sets slot
+    and generation, then job, type and attempt while it is on one). Replaces the former context."""
+    global _context
+    _context = fields
+
+
+def descriptor() -> int | None:
+    """The log's own descriptor, for whoever closes all others after a fork; None without a log."""
+    return _state.sink.fd if _state.sink is not None else None
+
+
+def dropped() -> int:
+    """How many lines this process could not write since the last one that it could."""
+    return _dropped if _dropped_pid == os.getpid() else 0
+
+
+# --- loggers --------------------------------------------------------------------------------------
+
+
+class Logger:
+    """Writes events of one part of a process. ``bind`` gives a logger with fields of its own."""
+
+    __slots__ = ("_fields", "name")
+
+    def __init__(self, name: str, fields: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self._fields = fields or {}
+
+    def bind(self, **fields: Any) -> "Logger":
+        return Logger(self.name, {**self._fields, **fields})
+
+    def debug(self, event: str, /, **fields: Any) -> None:
+        _emit("debug", self.name, event, {**self._fields, **fields})
+
+    def info(self, event: str, /, **fields: Any) -> None:
+        _emit("info", self.name, event, {**self._fields, **fields})
+
+    def warning(self, event: str, /, **fields: Any) -> None:
+        _emit("warning", self.name, event, {**self._fields, **fields})
+
+    def error(self, event: str, /, **fields: Any) -> None:
+        _emit("error", self.name, event, {**self._fields, **fields})
+
+    def exception(self, event: str, /, **fields: Any) -> None:
+        """As :meth:`error`, with ``error`` and ``traceback`` of the exception that is being handled."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            fields = {"error": describe(error), "traceback": _traceback(error), **fields}
+        _emit("error", self.name, event, {**self._fields, **fields})
+
+
+def get_logger(name: str) -> Logger:
+    """A logger; ``name`` is a role or a module (``"keeper"``, ``__name__``)."""
+    return Logger(name.removeprefix("aqd."))
+
+
+def describe(error: BaseException) -> str:
+    """An exception on one line: its type and its message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Suppressor:
+    """Flood control: at most one line in ``interval_s`` for each key, with the number left out.
+
+    ``allow("connect")`` -> ``(True, 41)``: write the line, and say that 41 like it were suppressed. A
+    database that is away must not fill the journal with its loops' complaints.
+    """
+
+    MAX_KEYS = 256
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._seen: dict[str, tuple[float, int]] = {}  # key -> last line, suppressed since
+
+    def allow(self, key: str, now: float | None = None) -> tuple[bool, int]:
+        """Whether to write now, and how many were suppressed since the last line of this key."""
+        now = time.monotonic() if now is None else now
+        last = self._seen.get(key)
+        if last is not None and now - last[0] < self.interval_s:
+            self._seen[key] = (last[0], last[1] + 1)
+            return False, last[1] + 1
+        if last is None and len(self._seen) >= self.MAX_KEYS:
+            del self._seen[min(self._seen, key=lambda k: self._seen[k][0])]
+        self._seen[key] = (now, 0)
+        return True, last[1] if last else 0
+
+    def reset(self, key: str) -> int:
+        """Forget a key, because its trouble is over; returns how many lines were suppressed."""
+        return self._seen.pop(key, (0.0, 0))[1]
+
+
+# --- making a line --------------------------------------------------------------------------------
+
+
+def _emit(level: str, name: str, event: str, fields: dict[str, Any]) -> None:
+    global _dropped, _dropped_pid
+    state = _state
+    if LEVELS[level] < state.threshold:
+        return
+    pid = os.getpid()
+    if _dropped_pid != pid:  # a forked child does not report what its parent lost
+        _dropped, _dropped_pid = 0, pid
+    try:
+        merged = {**_context, **fields} if _context else fields
+        values = {key: _plain(value) for key, value in merged.items()}
+        if _dropped:
+            values["dropped"] = _dropped
+        render = _human if state.human else _json
+        line = _fit(render, state, level, name, _text(event), values)
+        sink = state.sink or _default_sink()
+        done = sink.write(line)
+    except Exception:  # a log must not be the reason why something fails
+        done = False
+    _dropped = 0 if done else _dropped + 1
+
+
+def _default_sink() -> _Sink:
+    return _Polled(2)
+
+
+def _fit(render: Any, state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
+    """The line, shortened until it fits: first its longest values, then whole fields from the end."""
+    line: bytes = render(state, level, name, event, values)
+    limit = MAX_LINE // 2
+    while len(line) > MAX_LINE and limit >= 64:
+        values = {key: _shorten(value, limit) for key, value in values.items()}
+        line = render(state, level, name, _shorten(event, limit), values)
+        limit //= 2
+    kept = list(values.items())
+    while len(line) > MAX_LINE and kept:
+        kept = kept[: len(kept) // 2]
+        line = render(state, level, name, _shorten(event, 128), {**dict(kept), "cut": True})
+    return line
+
+
+def _shorten(value: Any, limit: int) -> Any:
+    """Keep the beginning and the (longer) end of a text: in a traceback the end says what happened."""
+    if not isinstance(value, str):
+        size = len(msgspec.json.encode(value))
+        if size <= limit:
+            return value
+        value = msgspec.json.encode(value).decode()
+    if len(value) <= limit:
+        return value
+    head = limit // 3
+    return f"{value[:head]}…{value[head + 1 - limit :]}"
+
+
+def _json(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"at": now, "level": level, "process": state.process, "pid": os.getpid()}
+    if name != state.process:
+        record["logger"] = name
+    record["event"] = event
+    for key, value in values.items():
+        record[f"{key}_" if key in _OWN_KEYS and key not in ("dropped", "cut") else key] = value
+    prefix = _PRIORITIES[level].encode() if state.journal else b""
+    return prefix + msgspec.json.encode(record) + b"\n"
+
+
+def _human(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    word = _WORDS[level]
+    if state.colour and level in _COLOURS:
+        word = f"{_COLOURS[level]}{word}\033[0m"
+    who = name if name == state.process else f"{state.process}/{name}"
+    line = f"{now} {word} {who}  {_printable(event)}"
+    if values:
+        line += "  " + " ".join(f"{_printable(key)}={_human_value(value)}" for key, value in values.items())
+    prefix = _PRIORITIES[level] if state.journal else ""
+    return f"{prefix}{line}\n".encode()
+
+
+def _human_value(value: Any) -> str:
+    if isinstance(value, str):
+        if value and value.isprintable() and not any(char in value for char in " \"'="):
+            return value
+        return _printable(msgspec.json.encode(value).decode())
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if value is None or isinstance(value, bool | int):
+        return str(value)
+    return _printable(msgspec.json.encode(value).decode())
+
+
+def _printable(text: str) -> str:
+    """No line breaks and no terminal control sequences: both would let a payload forge lines."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can carry, passwords masked."""
+    if isinstance(value, str):
+        return _text(value)
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if -(1 << 63) <= value < 1 << 63 else str(value)
+    if isinstance(value, dict):
+        return {_text(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return _text(value.decode(errors="backslashreplace"))
+    try:
+        return _text(describe(value) if isinstance(value, BaseException) else str(value))
+    except Exception:
+        return f"<{type(value).__name__} that cannot be shown>"
+
+
+def _text(text: str) -> str:
+    """Masked, and without lone surrogates, which UTF-8 cannot carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = text.encode(errors="backslashreplace").decode()
+    return mask(text)
+
+
+def _traceback(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))
+
+
+# --- the standard library's logging ---------------------------------------------------------------
+
+
+def route_stdlib() -> None:
+    """Make this log the only handler of the root logger (again: idempotent)."""
+    import logging
+
+    class Router(logging.Handler):
+        """Turns a record into an event. Without a lock of its own: a line is one write."""
+
+        def createLock(self) -> None:
+            self.lock = None
+
+        def emit(self, record: logging.LogRecord) -> None:
+            _from_record(record)
+
+    root = logging.getLogger()
+    root.handlers[:] = [Router()]
+    root.setLevel(_state.threshold)
+    logging.captureWarnings(True)
+
+
+# Attributes of every LogRecord (library reference, "LogRecord attributes"); others came by ``extra``.
+_RECORD_KEYS = frozenset(
+    (
+        *(
+            "args",
+            "asctime",
+            "created",
+            "exc_info",
+            "exc_text",
+            "filename",
+            "funcName",
+            "levelname",
+            "levelno",
+        ),
+        *("lineno", "message", "module", "msecs", "msg", "name", "pathname", "process", "processName"),
+        *("relativeCreated", "stack_info", "taskName", "thread", "threadName"),
+    )
+)
+
+
+def _from_record(record: "logging.LogRecord") -> None:
+    level = "error" if record.levelno >= 40 else "warning" if record.levelno >= 30 else "info"
+    if record.levelno < 20:
+        level = "debug"
+    try:
+        event = record.getMessage()
+    except Exception as error:
+        event = f"{record.msg!r} (cannot be formatted: {describe(error)})"
+    fields = {key: value for key, value in record.__dict__.items() if key not in _RECORD_KEYS}
+    if record.exc_info and record.exc_info[1] is not None:
+        fields["error"] = describe(record.exc_info[1])
+        fields["traceback"] = _traceback(record.exc_info[1])
+    if record.stack_info:
+        fields["stack"] = record.stack_info
+    _emit(level, record.name.removeprefix("aqd."), event, fields)
+
+
+def install_excepthook() -> None:
+    """Write an uncaught exception as one event instead of a traceback over many lines."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        text = _traceback(error.with_traceback(trace))
+        _emit("error", _state.process, "uncaught exception", {"error": describe(error), "traceback": text})
+
+    sys.excepthook = hook
