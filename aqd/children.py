@@ -1,0 +1,150 @@
+"""The master's two long-lived children: the dispatcher, and the API under ``--with-api``.
+
+Run by the master only. Each is fork + exec, in a session of its own, and is started again with a growing
+pause when it dies. A successor of the dispatcher is started only after its predecessor was *reaped*: two
+that peek at one journal would both record.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from dataclasses import dataclass
+
+from aqd import channel, messages, process
+from aqd.config import Config
+from aqd.log import get_logger
+from aqd.process import ExitStatus, boottime
+
+log = get_logger("master")
+
+BACKOFF_FIRST_S = 0.1
+BACKOFF_MAX_S = 30.0
+# One that lived for this long starts with a clean slate.
+STABLE_S = 30.0
+# The dispatcher's main thread never waits for the database and reports every second.
+SILENCE_LIMIT_S = 15.0
+
+
+@dataclass(slots=True)
+class Respawn:
+    """When a child may be started (again)."""
+
+    failures: int = 0
+    not_before: float = 0.0
+    started: float = 0.0
+
+    def begin(self, now: float) -> None:
+        self.started = now
+
+    def ended(self, now: float, *, at_once: bool = False) -> None:
+        if at_once or now - self.started >= STABLE_S:
+            self.failures = 0
+        else:
+            self.failures += 1
+        pause = min(BACKOFF_FIRST_S * 2 ** (self.failures - 1), BACKOFF_MAX_S) if self.failures > 1 else 0.0
+        self.not_before = now + pause
+
+
+class DispatcherChild:
+    """The dispatcher process as the master holds it."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._env = env
+        self.pid: int | None = None
+        self.peer: channel.Peer | None = None
+        self.respawn = Respawn()
+        self.handing_over = False
+        self.heard = 0.0
+        self.report: messages.Report | None = None
+        self.hello: messages.Hello | None = None
+        self.drained = False
+
+    def start(self, start: messages.Start) -> channel.Peer:
+        """Fork + exec; the caller then sends everything that it holds."""
+        ours, theirs = channel.pair()
+        try:
+            self.pid = process.spawn(
+                process.python_argv("aqd.dispatcher", str(os.getpid())), self._env, [theirs.fileno()]
+            )
+        finally:
+            theirs.close()
+        self.peer = channel.Peer(ours, messages.encode)
+        now = boottime()
+        self.heard = now
+        self.respawn.begin(now)
+        self.report = self.hello = None
+        self.handing_over = self.drained = False
+        with contextlib.suppress(channel.ChannelClosed):
+            self.peer.send(start)
+        return self.peer
+
+    def send(self, message: messages.ToDispatcher) -> None:
+        if self.peer is not None:
+            with contextlib.suppress(channel.ChannelClosed):
+                self.peer.send(message)
+
+    def flush(self) -> None:
+        if self.peer is not None:
+            with contextlib.suppress(channel.ChannelClosed):
+                self.peer.flush()
+
+    def hand_over(self) -> None:
+        """Let it end in order; a successor follows its reaping."""
+        self.handing_over = True
+        self.send(messages.HandOver())
+
+    def check(self, now: float) -> None:
+        """A main thread that says nothing is stuck or stopped."""
+        if self.pid is not None and now >= self.heard + SILENCE_LIMIT_S:
+            log.error("dispatcher is silent, killing it", pid=self.pid, silent_s=round(now - self.heard, 1))
+            self.heard = now
+            process.signal_group(self.pid, signal.SIGKILL)
+
+    def exited(self, status: ExitStatus) -> None:
+        expected = self.handing_over and status.ok
+        if not expected:
+            log.warning("dispatcher ended", pid=self.pid, status=str(status))
+        self.respawn.ended(boottime(), at_once=expected)
+        if self.peer is not None:
+            self.peer.close()
+        self.pid = self.peer = self.report = self.hello = None
+
+
+class ApiChild:
+    """gunicorn as a child of the master (``--with-api``).
+
+    The master binds the socket and passes it on: after a kill -9 of gunicorn's arbiter its workers held the
+    port for 13 s. They are one process group, killed together.
+    """
+
+    def __init__(self, env: dict[str, str], config: Config) -> None:
+        self._env = env
+        self.pid: int | None = None
+        self.respawn = Respawn()
+        family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
+        self.listener = socket.socket(family, socket.SOCK_STREAM)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.listener.bind((config.api.host, config.api.port))
+        except OSError:
+            self.listener.close()
+            raise
+        self.listener.listen(1024)
+
+    def start(self) -> None:
+        argv = process.python_argv("aqd.api.server", "--fd", str(process.FIRST_PASSED_FD))
+        self.pid = process.spawn(argv, self._env, [self.listener.fileno()], blocked=False)
+        self.respawn.begin(boottime())
+
+    def exited(self, status: ExitStatus) -> None:
+        """Its arbiter has ended: so must its workers."""
+        assert self.pid is not None
+        log.warning("api ended", pid=self.pid, status=str(status))
+        process.signal_group(self.pid, signal.SIGKILL)
+        self.pid = None
+        self.respawn.ended(boottime())
+
+    def stop(self) -> None:
+        if self.pid is not None:
+            process.signal_group(self.pid, signal.SIGTERM)

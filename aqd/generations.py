@@ -1,0 +1,225 @@
+"""Loaders and generations: how new plugins and configuration come into service.
+
+Run by the master only. A generation is one load of configuration and plugins by one loader process, from
+which its workers are forked. A *candidate* is loaded beside the serving one; only when it is ready does the
+master switch, so a broken plugin or a loader that dies never takes the old generation down.
+
+What can go wrong while loading, and what becomes of it:
+
+* a plugin that raises is reported by the loader itself as broken; the others serve;
+* a plugin that kills the loader (a crash in C code, an endless loop that no exception ends) is known by the
+  loader's last :class:`~aqd.messages.Importing`: the loader is started again without it;
+* a plugin that starts a thread cannot be forked from: the loader is started again and leaves it to the
+  workers to import it after the fork;
+* strict mode, or a loader that cannot start at all: the candidate is refused and the old one serves on.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from aqd import channel, messages, process
+from aqd.config import Config
+from aqd.hookspecs import HandlerInfo, PluginInfo
+from aqd.log import get_logger
+from aqd.process import ExitStatus, boottime
+
+log = get_logger("master")
+
+# Beyond a plugin's own limit, which the loader enforces by an exception: start-up, and code that no
+# exception ends.
+LOADER_MARGIN_S = 20.0
+
+
+@dataclass(slots=True)
+class Loader:
+    """One loader process and what it has reported so far."""
+
+    generation: int
+    config: Config
+    pid: int
+    peer: channel.Peer
+    deadline: float
+    skip: dict[str, str]
+    late: list[str]
+    importing: str | None = None
+    overdue: bool = False
+    handlers: list[HandlerInfo] = field(default_factory=list)
+    plugins: list[PluginInfo] = field(default_factory=list)
+
+
+class Generations:
+    """The serving loader and the candidate. The master registers the channels and reports deaths.
+
+    ``ready(loader)`` and ``refused(errors)`` are called when a candidate's fate is known, ``spawned`` for
+    every worker that the serving loader has forked, ``opened``/``closed`` when a channel comes or goes.
+    """
+
+    def __init__(
+        self,
+        env: dict[str, str],
+        *,
+        ready: Callable[[Loader], None],
+        refused: Callable[[list[str]], None],
+        spawned: Callable[[int, int], None],
+        opened: Callable[[Loader], None],
+        closed: Callable[[Loader], None],
+    ) -> None:
+        self.serving: Loader | None = None
+        self.candidate: Loader | None = None
+        self._env = env
+        self._ready, self._refused, self._spawned = ready, refused, spawned
+        self._opened, self._closed = opened, closed
+        self._last = 0
+        self._let_go: set[int] = set()
+
+    # --- starting and ending
+
+    def load(self, config: Config) -> None:
+        """Start a candidate with this configuration; there must be none."""
+        assert self.candidate is None
+        self._last += 1
+        self._start(config, self._last, {}, [])
+
+    def _start(self, config: Config, generation: int, skip: dict[str, str], late: list[str]) -> None:
+        ours, theirs = channel.pair()
+        try:
+            argv = process.python_argv("aqd.loader", str(os.getpid()))
+            pid = process.spawn(argv, self._env, [theirs.fileno()])
+        finally:
+            theirs.close()
+        peer = channel.Peer(ours, messages.encode)
+        limit = config.plugins.import_timeout_s + LOADER_MARGIN_S
+        loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late)
+        self.candidate = loader
+        self._opened(loader)
+        # Handlers have no business with the daemon's secrets.
+        public = _without_secrets(config)
+        with contextlib.suppress(channel.ChannelClosed):
+            peer.send(messages.Load(public, generation, os.getpid(), skip, late))
+
+    def _end(self, loader: Loader) -> None:
+        """Let go of a loader: it ends when its channel does. Its death needs no further notice."""
+        self._let_go.add(loader.pid)
+        self._closed(loader)
+        loader.peer.close()
+
+    def abandon_candidate(self) -> None:
+        """A stop wins over a reload."""
+        if self.candidate is not None:
+            _kill(self.candidate)
+            self._end(self.candidate)
+            self.candidate = None
+
+    def close(self) -> None:
+        self.abandon_candidate()
+        if self.serving is not None:
+            self._end(self.serving)
+            self.serving = None
+
+    # --- events
+
+    def on_channel(self, loader: Loader) -> None:
+        """The loader's channel is readable."""
+        try:
+            for data, fds in loader.peer.received():
+                for fd in fds:
+                    os.close(fd)
+                self._on_message(loader, messages.decode_from_loader(data))
+                if loader is not self.candidate and loader is not self.serving:
+                    return
+        except channel.ChannelClosed:
+            self._closed(loader)  # its death follows by SIGCHLD
+
+    def _on_message(self, loader: Loader, message: messages.FromLoader) -> None:
+        match message:
+            case messages.Spawned(incarnation, pid):
+                self._spawned(incarnation, pid)
+            case messages.Importing(plugin):
+                loader.importing = plugin
+                loader.deadline = boottime() + loader.config.plugins.import_timeout_s + LOADER_MARGIN_S
+            case messages.Loaded():
+                self._on_loaded(loader, message)
+            case messages.LoadRefused(errors):
+                self._end(loader)
+                self.candidate = None
+                self._refused(errors)
+
+    def _on_loaded(self, loader: Loader, message: messages.Loaded) -> None:
+        if message.threaded:
+            log.info("plugins start threads, importing them after the fork", plugins=message.threaded)
+            self._restart(loader, loader.skip, sorted({*loader.late, *message.threaded}))
+            return
+        loader.handlers, loader.plugins = message.handlers, message.plugins
+        loader.importing = None
+        previous, self.serving, self.candidate = self.serving, loader, None
+        if previous is not None:
+            self._end(previous)
+        self._ready(loader)
+
+    def _restart(self, loader: Loader, skip: dict[str, str], late: list[str]) -> None:
+        self._end(loader)
+        self.candidate = None
+        self._start(loader.config, loader.generation, skip, late)
+
+    def exited(self, pid: int, status: ExitStatus) -> bool:
+        """A child has ended; whether it was a loader."""
+        loader = self.candidate
+        if loader is not None and loader.pid == pid:
+            self.on_channel(loader)  # what it said before it died
+            if self.candidate is loader:
+                self._candidate_died(loader, status)
+        if self.serving is not None and self.serving.pid == pid:
+            log.warning("loader ended", pid=pid, status=str(status), generation=self.serving.generation)
+            self._end(self.serving)
+            self.serving = None
+        if pid not in self._let_go:
+            return False
+        self._let_go.discard(pid)
+        return True
+
+    def _candidate_died(self, loader: Loader, status: ExitStatus) -> None:
+        plugin = loader.importing
+        if plugin is None or plugin in loader.skip:
+            self._end(loader)
+            self.candidate = None
+            self._refused([f"the loader ended with {status} before it was ready"])
+            return
+        reason = f"killed the loader during its import: {status}"
+        if loader.overdue:
+            reason = f"did not finish its import within {loader.config.plugins.import_timeout_s:g} s, nor could it be stopped"
+        log.warning("plugin kills the loader, loading without it", plugin=plugin, reason=reason)
+        self._restart(loader, {**loader.skip, plugin: reason}, loader.late)
+
+    def check(self, now: float) -> None:
+        """End a candidate that is overdue (its death then says which plugin it was)."""
+        loader = self.candidate
+        if loader is not None and now >= loader.deadline and not loader.overdue:
+            loader.overdue = True
+            _kill(loader)
+
+    def next_at(self) -> float | None:
+        return self.candidate.deadline if self.candidate and not self.candidate.overdue else None
+
+    def flush(self) -> None:
+        for loader in (self.serving, self.candidate):
+            if loader is not None:
+                with contextlib.suppress(channel.ChannelClosed):
+                    loader.peer.flush()
+
+
+def _kill(loader: Loader) -> None:
+    process.signal_group(loader.pid, signal.SIGKILL)
+
+
+def _without_secrets(config: Config) -> Config:
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        database=replace(config.database, url=""),
+        api=replace(config.api, admin_api_key="", admin_api_key_file=""),
+    )

@@ -1,0 +1,519 @@
+"""The master: forks, waits, enforces, answers. One thread; no database, no plugin, no API code.
+
+``aqd run`` is this process. It owns the slots (:mod:`aqd.slots` decides, :mod:`aqd.crew` acts), loads
+generations (:mod:`aqd.generations`), keeps the dispatcher and the API alive (:mod:`aqd.children`), and
+answers on the control socket. It is a child subreaper, so whatever its jobs leave behind becomes its child
+and is reaped, as PID 1 too.
+
+Promises: signal handlers only write a byte; nothing is waited for without a deadline; the log never blocks
+it; a stop wins over everything; a broken configuration or plugin never takes a serving generation down.
+
+Fails: exits with an :class:`aqd.errors.Exit` code: CONFIG (refused at start), RUNNING (another daemon holds
+the pid file), LOADER (the first generation cannot be loaded), WORKERS (workers cannot start).
+"""
+
+import fcntl
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from setproctitle import setproctitle
+
+from aqd import __version__, channel, config, control, log, messages, process, slots, status, systemd
+from aqd.children import ApiChild, DispatcherChild
+from aqd.config import Config
+from aqd.crew import Crew
+from aqd.errors import AqdError, ConfigError, Exit
+from aqd.generations import Generations, Loader
+from aqd.process import boottime
+
+logger = log.get_logger("master")
+
+# How often the pages are looked at: limits are met within this, an idle node's cost is this.
+TICK_S = 0.2
+# After the drain and the grace: outcomes may still be written for so long, then the leases must do.
+FINAL_S = 10.0
+# While starting is slow (the database is away), systemd is asked for so much more at a time.
+EXTEND_S = 30.0
+
+_SECRETS = ("ADMIN_API_KEY", "DATABASE_URL", "AQD_API_ADMIN_API_KEY", "AQD_DATABASE_URL", "PGPASSWORD")
+
+
+class AlreadyRunning(AqdError):
+    """Another daemon holds the pid file."""
+
+    exit_code = Exit.RUNNING
+
+
+class Signals:
+    """Signals as bytes in a pipe: the handlers do nothing else, so they can interrupt anything."""
+
+    HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in self.HANDLED:
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def read(self) -> set[int]:
+        """The signals that came since the last call."""
+        try:
+            return set(os.read(self._reader, 4096))
+        except BlockingIOError:
+            return set()
+
+
+class Master:
+    """The daemon's top process. :meth:`run` returns its exit code."""
+
+    def __init__(self, cfg: Config, config_path: str | None, with_api: bool, signals: Signals) -> None:
+        self.config = cfg
+        self.config_path = config_path
+        self.signals = signals
+        self.started_at = datetime.now(UTC)
+        self.started = boottime()
+        self.node_name = config.node_name(cfg)
+        # The machine's boot and this process's start make it unique over reboots and reused pids.
+        self.node_id = f"{self.node_name}/{os.getpid()}/{os.urandom(6).hex()}"
+        self.selector = selectors.DefaultSelector()
+        self.plan = slots.Slots(cfg.daemon.slots, cfg.daemon.spawn_failures_max)
+        self.crew = Crew(self.plan)
+        env = child_environment(os.environ)
+        self.generations = Generations(
+            without_secrets(env),
+            ready=self._generation_ready,
+            refused=self._generation_refused,
+            spawned=self.crew.spawned,
+            opened=self._loader_opened,
+            closed=self._loader_closed,
+        )
+        self.dispatcher = DispatcherChild(env)
+        self.api = ApiChild(env, cfg) if with_api else None
+        self.control = control.Server(config.control_socket(cfg), self.selector, self._on_command)
+        self.selector.register(signals, selectors.EVENT_READ, lambda: None)
+        self.draining_until: float | None = None
+        self.exit_code = Exit.OK
+        self.ready_sent = False
+        self.problems: list[str] = []
+        self._reload_again = False
+        self._reload_not_before = 0.0
+        self._load_failures = 0
+        self._waiting_for_reload: list[control.Client] = []
+        self._switching = False
+        self._watchdog = systemd.watchdog_interval_s()
+        self._next_watchdog = self._next_extend = 0.0
+        self._status_line = ""
+
+    # --- the loop
+
+    def run(self) -> Exit:
+        logger.info("daemon starts", version=__version__, pid=os.getpid(), slots=self.config.daemon.slots)
+        self.generations.load(self.config)
+        while not self._turn():
+            pass
+        self._end()
+        logger.info("daemon ended", exit_code=int(self.exit_code))
+        return self.exit_code
+
+    def _turn(self) -> bool:
+        """Wait for something, deal with it; whether the daemon is done."""
+        for key, _ in self.selector.select(self._timeout()):
+            key.data()
+        for number in self.signals.read():
+            self._on_signal(number)
+        self._reap()
+        now = boottime()
+        self.generations.check(now)
+        self.dispatcher.check(now)
+        self._start_children(now)
+        drain_over = self.draining_until is not None and now >= self.draining_until
+        self.crew.enforce(self.config.daemon.kill_grace_s, stop_all=drain_over)
+        self.crew.act()
+        if self.crew.gave_up and self.draining_until is None:
+            self._give_up(Exit.WORKERS)
+        self.dispatcher.flush()
+        self.generations.flush()
+        self._finish_reload()
+        self._tell_systemd(now)
+        return self._done(now)
+
+    def _timeout(self) -> float:
+        # A pid not yet known or a message not yet sent wants a look soon, too: the tick covers that.
+        moments = [self.plan.next_at(), self.generations.next_at(), self.draining_until]
+        soonest = min((m for m in moments if m is not None), default=boottime() + TICK_S)
+        return max(0.0, min(TICK_S, soonest - boottime()))
+
+    def _on_signal(self, number: int) -> None:
+        match number:
+            case signal.SIGTERM | signal.SIGINT:
+                self.stop(signal.Signals(number).name)
+            case signal.SIGHUP:
+                self.reload("SIGHUP")
+
+    def _reap(self) -> None:
+        for pid, exit_status in process.reap(self.crew.before_reaping):
+            if pid == self.dispatcher.pid:
+                self._read_dispatcher()
+                self._dispatcher_closed()
+                self.dispatcher.exited(exit_status)
+            elif self.api is not None and pid == self.api.pid:
+                self.api.exited(exit_status)
+            elif self.generations.exited(pid, exit_status):
+                if self.generations.serving is None:
+                    self.crew.loader, self.plan.loader_up = None, False
+            else:
+                self.crew.reaped(pid, exit_status)
+
+    def _start_children(self, now: float) -> None:
+        if self._done_serving():
+            return
+        child = self.dispatcher
+        if child.pid is None and now >= child.respawn.not_before and self.generations.serving is not None:
+            self._start_dispatcher(self.generations.serving)
+        if self.draining_until is not None:
+            return
+        if self.api is not None and self.api.pid is None and now >= self.api.respawn.not_before:
+            self.api.start()
+        idle = self.generations.serving is None and self.generations.candidate is None
+        if (idle or self._reload_again) and self.generations.candidate is None and now >= self._reload_not_before:
+            # The loader has died, or a reload came during another: files may have changed, load all anew.
+            self.reload("again" if self._reload_again else "loader lost")
+
+    # --- generations
+
+    def reload(self, cause: str) -> None:
+        """Load configuration and plugins into a candidate generation; the serving one goes on meanwhile."""
+        if self.draining_until is not None:
+            return
+        if self.generations.candidate is not None:
+            self._reload_again = True
+            return
+        self._reload_again = False
+        logger.info("reload begins", cause=cause)
+        systemd.notify(systemd.reloading())
+        try:
+            cfg = config.load(self.config_path, os.environ)
+        except ConfigError as error:
+            if self.generations.serving is None:
+                cfg = self.config  # a dead loader must be replaced by what is known to work
+                self.problems = [str(error)]
+            else:
+                self._generation_refused([str(error)])
+                return
+        self.generations.load(cfg)
+
+    def _generation_ready(self, loader: Loader) -> None:
+        first, changed = self.plan.serving is None, loader.config != self.config
+        self._load_failures = 0
+        self.problems = [f"plugin {p.name}: {p.error}" for p in loader.plugins if p.error]
+        for plugin in loader.plugins:
+            if plugin.error:
+                logger.error("plugin broken", plugin=plugin.name, source=plugin.source, reason=plugin.error)
+        self._warn_unreloadable(loader.config)
+        self.config = loader.config
+        log.configure(self.config.log.level, self.config.log.format, process="master")
+        self.plan.serving, self.plan.loader_up = loader.generation, True
+        self.plan.count = self.config.daemon.slots
+        self.plan.failures_max = self.config.daemon.spawn_failures_max
+        self.plan.generation_changed()
+        self.crew.loader, self.crew.gave_up = loader.peer, False
+        self._switching = True
+        if self.dispatcher.pid is not None:
+            if changed:
+                self.dispatcher.hand_over()  # its successor starts with the new configuration
+            else:
+                self.dispatcher.send(messages.Serve(loader.generation, loader.handlers))
+        event = "generation loaded" if first else "generation replaced"
+        types = sorted(h.type for h in loader.handlers)
+        logger.info(event, generation=loader.generation, types=types, broken=len(self.problems))
+
+    def _warn_unreloadable(self, cfg: Config) -> None:
+        fixed = {
+            "daemon.runtime_dir": (self.config.daemon.runtime_dir, cfg.daemon.runtime_dir),
+            "daemon.node_name": (self.config.daemon.node_name, cfg.daemon.node_name),
+        }
+        if self.api is not None:
+            fixed["api.host, api.port"] = (
+                (self.config.api.host, self.config.api.port),
+                (cfg.api.host, cfg.api.port),
+            )
+        for key, (old, new) in fixed.items():
+            if old != new:
+                logger.warning("option changes only with a restart", option=key)
+
+    def _generation_refused(self, errors: list[str]) -> None:
+        self._load_failures += 1
+        self._reload_not_before = boottime() + min(0.5 * 2**self._load_failures, 30.0)
+        self.problems = errors
+        for error in errors:
+            logger.error("generation refused", reason=error)
+        if self.plan.serving is None:
+            self._give_up(Exit.LOADER)
+            return
+        for client in self._waiting_for_reload:
+            client.answer({"ok": False, "error": "; ".join(errors), "generation": self.plan.serving})
+        self._waiting_for_reload.clear()
+        systemd.notify("READY=1")
+
+    def _finish_reload(self) -> None:
+        """The new generation serves once every slot has switched, or is busy with its last old job."""
+        if not self._switching or self.draining_until is not None:
+            return
+        busy = {seat.slot for seat in self.crew.busy()}
+        for slot in self.plan.slots():
+            new = slot.worker is not None and slot.worker.generation == self.plan.serving
+            if not (new and slot.worker.state is slots.State.SERVING) and slot.number not in busy:  # type: ignore[union-attr]
+                return
+        if self.dispatcher.hello is None or self.dispatcher.handing_over:
+            return
+        self._switching = False
+        if self.ready_sent:
+            logger.info("reload done", generation=self.plan.serving)
+            systemd.notify("READY=1")
+        for client in self._waiting_for_reload:
+            client.answer({"ok": True, "generation": self.plan.serving, "problems": self.problems})
+        self._waiting_for_reload.clear()
+
+    def _loader_opened(self, loader: Loader) -> None:
+        self.selector.register(loader.peer, selectors.EVENT_READ, lambda: self.generations.on_channel(loader))
+
+    def _loader_closed(self, loader: Loader) -> None:
+        if loader.peer.fileno() in self.selector.get_map():
+            self.selector.unregister(loader.peer)
+
+    # --- the dispatcher
+
+    def _start_dispatcher(self, serving: Loader) -> None:
+        start = messages.Start(self.config, self.node_id, self.node_name, os.getpid(), __version__)
+        peer = self.dispatcher.start(start)
+        self.selector.register(peer, selectors.EVENT_READ, self._read_dispatcher)
+        self.crew.dispatcher = peer
+        self.dispatcher.send(messages.Serve(serving.generation, serving.handlers))
+        self.crew.attach_all()
+        if self.draining_until is not None:
+            self.dispatcher.send(messages.Drain())
+
+    def _read_dispatcher(self) -> None:
+        peer = self.dispatcher.peer
+        if peer is None:
+            return
+        try:
+            for data, fds in peer.received():
+                for fd in fds:
+                    os.close(fd)
+                self.dispatcher.heard = boottime()
+                self._on_dispatcher(messages.decode_from_dispatcher(data))
+        except channel.ChannelClosed:
+            self._dispatcher_closed()  # its death follows by SIGCHLD
+
+    def _dispatcher_closed(self) -> None:
+        peer = self.dispatcher.peer
+        self.crew.dispatcher = None
+        if peer is not None and peer.fileno() in self.selector.get_map():
+            self.selector.unregister(peer)
+
+    def _on_dispatcher(self, message: messages.FromDispatcher) -> None:
+        match message:
+            case messages.Hello(version):
+                self.dispatcher.hello = message
+                if version != __version__:
+                    logger.warning("restart needed: the program was upgraded", running=__version__, installed=version)
+                    self.problems.append(f"restart needed: aqd {version} is installed, {__version__} runs")
+            case messages.Recall(incarnation):
+                self.crew.recall(incarnation)
+            case messages.Retired(incarnation):
+                for action in self.plan.retired(incarnation, boottime()):
+                    assert isinstance(action, slots.Close)
+                    self.crew.close_channel(action.incarnation)
+            case messages.Settled(incarnation):
+                self.crew.settled(incarnation)
+            case messages.Fence(incarnation, number):
+                self.crew.fence(incarnation, number)
+            case messages.Report():
+                self.dispatcher.report = message
+            case messages.Drained():
+                self.dispatcher.drained = True
+
+    # --- stopping
+
+    def stop(self, cause: str) -> None:
+        """Begin the drain; a second call ends it at once."""
+        now = boottime()
+        if self.draining_until is not None:
+            if now < self.draining_until:
+                logger.info("drain cut short", cause=cause)
+                self.draining_until = now
+            return
+        logger.info("drain begins", cause=cause, drain_s=self.config.daemon.drain_s, busy=len(self.crew.busy()))
+        self.draining_until = now + self.config.daemon.drain_s
+        systemd.notify("STOPPING=1")
+        self.generations.abandon_candidate()
+        self.plan.draining = True
+        self.dispatcher.send(messages.Drain())
+        if self.api is not None:
+            self.api.stop()
+        for client in self._waiting_for_reload:
+            client.answer({"ok": False, "error": "the daemon is stopping"})
+        self._waiting_for_reload.clear()
+
+    def _give_up(self, code: Exit) -> None:
+        self.exit_code = code
+        self.stop(f"gave up ({code.name.lower()})")
+
+    def _done_serving(self) -> bool:
+        return self.draining_until is not None and not self.crew.seats
+
+    def _done(self, now: float) -> bool:
+        if self.draining_until is None:
+            return False
+        last = self.draining_until + self.config.daemon.kill_grace_s + FINAL_S
+        if now >= last:
+            logger.error("drain did not end, leaving the rest to the leases", unsettled=len(self.crew.seats))
+            return True
+        if self.crew.seats:
+            return False
+        if self.dispatcher.pid is not None:
+            if not self.dispatcher.handing_over and (self.dispatcher.drained or self.dispatcher.peer is None):
+                self.dispatcher.hand_over()
+            return False
+        return self.api is None or self.api.pid is None
+
+    def _end(self) -> None:
+        """Nothing is left behind: not a process, not a socket, not a pid file (its lock goes with us)."""
+        self.crew.kill_all()
+        self.generations.close()
+        for pid in (self.dispatcher.pid, self.api.pid if self.api else None):
+            if pid is not None:
+                process.signal_group(pid, signal.SIGKILL)
+        deadline = boottime() + 2.0
+        while boottime() < deadline:
+            for _ in process.reap(lambda pid: None):
+                pass
+            left = process.children()
+            if not left:
+                break
+            if os.getpid() != 1 and boottime() > deadline - 1.5:
+                for pid in left:  # adopted: what jobs had detached. All children of ours are ours.
+                    process.signal_group(pid, signal.SIGKILL)
+            self.selector.select(0.01)
+            self.signals.read()
+        self.control.close()
+
+    # --- answering
+
+    def _on_command(self, client: control.Client, command: str, args: dict[str, Any]) -> None:
+        match command:
+            case "status":
+                client.answer(status.describe(self))
+            case "reload":
+                if self.draining_until is not None:
+                    client.answer({"ok": False, "error": "the daemon is stopping"})
+                    return
+                self._waiting_for_reload.append(client)
+                self.reload("aqd reload")
+            case "stop":
+                client.answer({"ok": True, "pid": os.getpid()})
+                self.stop("aqd stop")
+            case _:
+                client.answer({"ok": False, "error": f"unknown command {command[:64]!r}; known: status, reload, stop"})
+
+    @property
+    def state(self) -> str:
+        """One word for the status: see :mod:`aqd.status`."""
+        report = self.dispatcher.report
+        if self.draining_until is not None:
+            return "draining"
+        if self.generations.candidate is not None and self.plan.serving is not None:
+            return "reloading"
+        if report is not None and not report.database_up:
+            return "waiting for database"
+        return "running" if self.ready_sent else "starting"
+
+    def _tell_systemd(self, now: float) -> None:
+        report = self.dispatcher.report
+        if not self.ready_sent and self.draining_until is None:
+            if report is not None and report.database_up and self.plan.settled_in():
+                self.ready_sent = True
+                systemd.notify("READY=1")
+                logger.info("daemon ready", seconds=round(now - self.started, 3), generation=self.plan.serving)
+            elif now >= self._next_extend:
+                self._next_extend = now + EXTEND_S / 2
+                systemd.notify(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
+        if self._watchdog is not None and now >= self._next_watchdog:
+            self._next_watchdog = now + self._watchdog
+            systemd.notify("WATCHDOG=1")
+        line = status.line(self)
+        if line != self._status_line:
+            self._status_line = line
+            systemd.notify(f"STATUS={line}")
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What children get: systemd's variables are the master's alone (gunicorn would send READY for us)."""
+    env = dict(environ)
+    systemd.strip_environment(env)
+    return env
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """For the loader and thereby the handlers."""
+    secret = {name + suffix for name in _SECRETS for suffix in ("", "_FILE")}
+    return {k: v for k, v in env.items() if k not in secret}
+
+
+@contextmanager
+def pid_file(path: Path) -> Iterator[None]:
+    """Hold the pid file's lock; :class:`AlreadyRunning` if another daemon does.
+
+    The lock counts, not the file: it goes with the process however that ends.
+    """
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            raise AlreadyRunning(f"a daemon is already running (pid {holder}, pid file {path})") from None
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        yield
+        os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def main(config_path: str | None = None, with_api: bool = False) -> int:
+    """Run the daemon until it is told to stop; returns the exit code."""
+    # First of all: as PID 1, a TERM that came before a handler stood would be lost.
+    with process.signals_blocked():
+        signals = Signals()
+    try:
+        cfg = config.load(config_path, os.environ)
+        log.configure(cfg.log.level, cfg.log.format, process="master")
+        process.become_subreaper()
+        setproctitle("aqd: master")
+        with pid_file(config.pid_file(cfg)):
+            try:
+                master = Master(cfg, config_path, with_api, signals)
+            except OSError as error:
+                where = f"{cfg.api.host}:{cfg.api.port}" if with_api else str(config.control_socket(cfg))
+                raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
+            return int(master.run())
+    except AqdError as error:
+        print(f"aqd: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except OSError as error:
+        print(f"aqd: {error}", file=sys.stderr)
+        return int(Exit.CONFIG)

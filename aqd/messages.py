@@ -1,0 +1,264 @@
+"""The messages between the processes of a node, as typed structs; :data:`encode` and the ``decode_*``.
+
+Spoken over :mod:`aqd.channel` in four directions, each a tagged union:
+
+=====================  ==========================================================================
+master → loader        :class:`Load`, :class:`SpawnWorker` (+ channel, page)
+loader → master        :class:`Importing`, :class:`Loaded`, :class:`LoadRefused`, :class:`Spawned`
+master → dispatcher    :class:`Start`, :class:`Attach` (+ channel, page), :class:`AttachedAll`, :class:`Serve`,
+                       :class:`Exited`, :class:`Recalled`, :class:`Retire`, :class:`Drain`, :class:`HandOver`
+dispatcher → master    :class:`Hello`, :class:`Recall`, :class:`Retired`, :class:`Settled`, :class:`Fence`,
+                       :class:`Report`, :class:`Drained`
+dispatcher → worker    :class:`Frame` (+ memfds of large payloads)
+worker → dispatcher    :class:`Up`, :class:`Done`, :class:`Broken` (+ memfd of a large result)
+=====================  ==========================================================================
+
+``incarnation`` names one life of one worker, never reused by a master; ``number`` an entry of its page.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from aqd.config import Config
+from aqd.hookspecs import HandlerInfo, PluginInfo
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    pass
+
+
+# --- master → loader
+
+
+class Load(_Message):
+    """Load this configuration's plugins. ``skip``: plugin → why it must not be imported;
+    ``late``: plugins that start threads, which workers import after the fork."""
+
+    config: Config
+    generation: int
+    master_pid: int
+    skip: dict[str, str]
+    late: list[str]
+
+
+class SpawnWorker(_Message):
+    """Fork a worker with the two descriptors sent along: its channel end and its page."""
+
+    slot: int
+    incarnation: int
+
+
+# --- loader → master
+
+
+class Importing(_Message):
+    """About to import this plugin: should the loader die, it is to blame."""
+
+    plugin: str
+
+
+class Loaded(_Message):
+    """Ready to fork workers. ``threaded``: plugins to be loaded late (then the loader ends)."""
+
+    version: str
+    handlers: list[HandlerInfo]
+    plugins: list[PluginInfo]
+    threaded: list[str]
+
+
+class LoadRefused(_Message):
+    """The generation cannot serve (strict mode, no plugin folder, …)."""
+
+    errors: list[str]
+    plugins: list[PluginInfo]
+
+
+class Spawned(_Message):
+    """Sent by the worker's intermediate parent just before it exits."""
+
+    incarnation: int
+    pid: int
+
+
+# --- master → dispatcher
+
+
+class Start(_Message):
+    config: Config
+    node_id: str
+    node_name: str
+    master_pid: int
+    version: str
+
+
+class Attach(_Message):
+    """A worker incarnation, with the descriptors of its channel (dispatcher's end) and its page.
+
+    ``fresh`` ones have never been held by another dispatcher: their pages are empty.
+    """
+
+    slot: int
+    incarnation: int
+    generation: int
+    fresh: bool
+
+
+class AttachedAll(_Message):
+    """That was everything a predecessor held: what is not on a page is nobody's."""
+
+
+class Serve(_Message):
+    """The handlers of the serving generation: claim these types, give them to its workers."""
+
+    generation: int
+    handlers: list[HandlerInfo]
+
+
+class Exited(_Message):
+    """The worker has ended and was reaped; settle it. ``reason``: why *we* ended it, a
+    :class:`aqd.page.StopReason`, for entry ``number`` only (-1: none)."""
+
+    incarnation: int
+    signal: int | None
+    code: int | None
+    reason: int
+    number: int
+
+
+class Recalled(_Message):
+    """Answer to :class:`Recall`: entries from … to (exclusive) came back and will not be started."""
+
+    incarnation: int
+    first: int
+    last: int
+
+
+class Retire(_Message):
+    """Give this worker nothing more; answer :class:`Retired` when all of its outcomes are recorded."""
+
+    incarnation: int
+
+
+class Drain(_Message):
+    """Claim nothing more, release what is unstarted, go on renewing; answer :class:`Drained`."""
+
+
+class HandOver(_Message):
+    """Stop claiming, record what can be recorded at once, and exit: a successor takes over."""
+
+
+# --- dispatcher → master
+
+
+class Hello(_Message):
+    version: str
+    pid: int
+
+
+class Recall(_Message):
+    """Take back what this worker has not begun (answered by :class:`Recalled`)."""
+
+    incarnation: int
+
+
+class Retired(_Message):
+    incarnation: int
+
+
+class Settled(_Message):
+    """All of a dead worker's outcomes are recorded: page and channel may go."""
+
+    incarnation: int
+
+
+class Fence(_Message):
+    """The lease of entry ``number`` is lost: end it, if the worker is still on it."""
+
+    incarnation: int
+    number: int
+
+
+class Report(_Message):
+    """What the status shows of the dispatcher. ``jobs``: incarnation → (job id, type) it is on."""
+
+    database_up: bool
+    database_error: str
+    listener_up: bool
+    held: dict[int, int]
+    types: dict[int, str]
+    counters: dict[str, int]
+
+
+class Drained(_Message):
+    """Nothing is held any more (running jobs included) and all is recorded."""
+
+
+# --- dispatcher ↔ worker
+
+
+class JobEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A job in a frame. ``payload``: JSON text; None if it comes as the next memfd of the message."""
+
+    number: int
+    id: int
+    type: str
+    payload: str | None
+    attempt: int
+    max_attempts: int
+    queue: str
+    created_at_us: int
+
+
+class Frame(_Message):
+    jobs: list[JobEntry]
+
+
+class Up(_Message):
+    """The worker has reached its loop."""
+
+    pid: int
+
+
+class Done(_Message):
+    """Entry ``number`` returned. ``result``: JSON text, None if it comes as a memfd, "" for none."""
+
+    number: int
+    started_ns: int
+    wall_ns: int
+    cpu_us: int
+    peak_kb: int
+    result: str | None
+
+
+class Broken(_Message):
+    """Entry ``number`` did not complete. ``kind``: failed, discarded, timed_out, interrupted.
+
+    ``retry_after_s``: what a raised ``Retry`` asked for; -1 if nothing.
+    """
+
+    number: int
+    started_ns: int
+    wall_ns: int
+    cpu_us: int
+    peak_kb: int
+    kind: str
+    error: str
+    traceback: str
+    retry_after_s: float
+
+
+ToLoader = Load | SpawnWorker
+FromLoader = Importing | Loaded | LoadRefused | Spawned
+ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire | Drain | HandOver
+FromDispatcher = Hello | Recall | Retired | Settled | Fence | Report | Drained
+FromWorker = Up | Done | Broken
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_loader: Callable[[bytes], ToLoader] = msgspec.msgpack.Decoder(ToLoader).decode
+decode_from_loader: Callable[[bytes], FromLoader] = msgspec.msgpack.Decoder(FromLoader).decode
+decode_to_dispatcher: Callable[[bytes], ToDispatcher] = msgspec.msgpack.Decoder(ToDispatcher).decode
+decode_from_dispatcher: Callable[[bytes], FromDispatcher] = msgspec.msgpack.Decoder(FromDispatcher).decode
+decode_frame: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(Frame).decode
+decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode

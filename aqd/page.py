@@ -1,0 +1,225 @@
+"""The page: memory that one worker incarnation shares with the master and the dispatcher.
+
+It says, without a system call and even after the worker's death, which jobs the worker holds, which one
+it is on and since when, until when its lease is certain. The *master* enforces limits and fences with
+it while the dispatcher is dead or waits for the database; a successor settles what is left by it.
+
+Layout: native 8-byte words (``memoryview.cast("Q")``; such stores never tore in 11 million reads,
+``struct`` with an explicit byte order did). Every 64-byte block has exactly one writer.
+
+==========  ==========  =================================================================================
+block       writer      words
+==========  ==========  =================================================================================
+0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
+1           dispatcher  written, lease_until
+2           worker      pid, started, finished, started_at, progress
+3           –           reserved
+4…          dispatcher  the frame table: a ring of :data:`ENTRIES` × (job id, token, attempt, limit)
+==========  ==========  =================================================================================
+
+Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands at ``k % ENTRIES``.
+
+* ``written``: entries below it stand in the table. Written **before** the frame is sent, so a dispatcher
+  that dies in between leaves a table that claims too much, never too little.
+* ``started``/``finished``: the worker has begun/ended all entries below. ``started > finished`` means that
+  it is on entry ``started - 1`` since ``started_at``; ``started_at`` is stored *before* ``started``.
+  ``finished`` is stored after the outcome was sent.
+* ``skip_from … skip_to``: a recall. The master wrote it while the worker was stopped; the worker passes
+  over these entries. A recall always takes everything unstarted, so one range is enough.
+
+All moments are CLOCK_BOOTTIME in nanoseconds; limit 0 means none.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+ENTRIES: Final = 256
+_WORDS_PER_ENTRY: Final = 4
+_TABLE: Final = 32
+SIZE: Final = 3 * 4096
+_MAGIC: Final = 0x6171642D70616731  # "aqd-pag1"
+
+assert (_TABLE + ENTRIES * _WORDS_PER_ENTRY) * 8 <= SIZE
+
+
+class StopReason(IntEnum):
+    """Why a running job is being ended by aqd."""
+
+    NONE = 0
+    TIMEOUT = 1
+    DRAIN = 2
+    FENCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the frame table. ``limit_ns``: longest run time, 0 = none."""
+
+    number: int
+    job_id: int
+    token: int
+    attempt: int
+    limit_ns: int
+
+
+class Page:
+    """A mapped page. Each property notes its one writer."""
+
+    __slots__ = ("_map", "_words")
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, SIZE)
+        self._words = memoryview(self._map).cast("Q")
+        if self._words[0] != _MAGIC:
+            self.close()
+            raise ValueError("not a page of this version of aqd")
+
+    @staticmethod
+    def create(slot: int, incarnation: int, generation: int) -> int:
+        """A new page as a memfd; the caller closes the descriptor. Writer: master."""
+        fd = os.memfd_create(f"aqd-page-{slot}.{incarnation}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, SIZE)
+        with mmap.mmap(fd, SIZE) as mapped, memoryview(mapped).cast("Q") as words:
+            words[0], words[1], words[2], words[3] = _MAGIC, incarnation, slot, generation
+        return fd
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+    @property
+    def incarnation(self) -> int:
+        return self._words[1]
+
+    @property
+    def slot(self) -> int:
+        return self._words[2]
+
+    @property
+    def generation(self) -> int:
+        return self._words[3]
+
+    # --- master's block
+
+    def request_stop(self, number: int, reason: StopReason) -> None:
+        """Ask for the end of entry ``number`` only. Writer: master (then it signals)."""
+        self._words[5] = reason
+        self._words[4] = number + 1
+
+    @property
+    def stop_entry(self) -> int:
+        """The entry to be ended, -1 if none."""
+        return self._words[4] - 1
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return StopReason(self._words[5])
+
+    def recall(self) -> tuple[int, int]:
+        """Take back all that is unstarted; only while the worker is stopped or dead. Writer: master.
+
+        Returns the numbers (from, to) that came back *now*: what an earlier recall took is not in it.
+        """
+        first, last = self.unstarted()
+        self._words[6], self._words[7] = self.started, last
+        return first, last
+
+    def skipped(self, number: int) -> bool:
+        """Has entry ``number`` been recalled?"""
+        return self._words[6] <= number < self._words[7]
+
+    # --- dispatcher's block
+
+    @property
+    def written(self) -> int:
+        return self._words[8]
+
+    @property
+    def lease_until_ns(self) -> int:
+        """Until then the lease of everything held is certain; 0 while nothing was sent."""
+        return self._words[9]
+
+    @lease_until_ns.setter
+    def lease_until_ns(self, value: int) -> None:
+        self._words[9] = value
+
+    def write(self, entries: list[tuple[int, int, int, int]]) -> int:
+        """Append (job id, token, attempt, limit_ns) rows; returns the first one's number.
+
+        Writer: dispatcher, which keeps ``written`` less than :data:`ENTRIES` above what is recorded.
+        """
+        words = self._words
+        first = number = words[8]
+        for row in entries:
+            at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
+            words[at], words[at + 1], words[at + 2], words[at + 3] = row
+            number += 1
+        words[8] = number
+        return first
+
+    def entry(self, number: int) -> Entry:
+        at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
+        words = self._words
+        return Entry(number, words[at], words[at + 1], words[at + 2], words[at + 3])
+
+    # --- worker's block
+
+    @property
+    def pid(self) -> int:
+        return self._words[16]
+
+    @pid.setter
+    def pid(self, value: int) -> None:
+        self._words[16] = value
+
+    @property
+    def started(self) -> int:
+        return self._words[17]
+
+    @property
+    def finished(self) -> int:
+        return self._words[18]
+
+    @property
+    def started_at_ns(self) -> int:
+        return self._words[19]
+
+    @property
+    def progress(self) -> int:
+        """Grows with every turn of the worker's loop, idle ones too (every few seconds)."""
+        return self._words[20]
+
+    def begin(self, number: int, now_ns: int) -> None:
+        """The worker begins entry ``number``. The order matters: see the module's header."""
+        words = self._words
+        words[19] = now_ns
+        words[17] = number + 1
+
+    def end(self, number: int) -> None:
+        """The outcome of entry ``number`` has been sent."""
+        words = self._words
+        words[18] = number + 1
+        words[20] += 1
+
+    def turn(self) -> None:
+        self._words[20] += 1
+
+    # --- readers
+
+    def current(self) -> int:
+        """The number of the entry the worker is on, -1 if none."""
+        started = self._words[17]
+        return started - 1 if started > self._words[18] else -1
+
+    def unstarted(self) -> tuple[int, int]:
+        """The numbers (from, to) that were written, neither begun nor recalled."""
+        first = max(self._words[17], self._words[7])
+        return first, max(first, self._words[8])
+
+    def entries(self, first: int, last: int) -> Iterator[Entry]:
+        for number in range(first, last):
+            yield self.entry(number)

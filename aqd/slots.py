@@ -1,0 +1,247 @@
+"""Which process each slot should have: a pure state machine. Events and a clock in, actions out.
+
+Run by the master, which carries the actions out (:mod:`aqd.master`); nothing here does input or output.
+
+A slot has at most one worker at a time, so a node never runs more jobs than it has slots: on a reload
+an idle worker is replaced at once and a busy one when it has finished.
+
+A worker's life (rows) and what may happen to it (columns); an empty cell is impossible or ignored::
+
+    state      spawned       not wanted any more   retired     overdue           exited
+    SPAWNING   -> SERVING    -> CLOSING, Close     .           -> CLOSING, Close  gone (a failed start)
+    SERVING    .             -> LEAVING, Retire    .           .                  gone
+    LEAVING    .             .                     -> CLOSING  .                  gone
+    CLOSING    (remembered)  .                     .           Kill or Missing    gone
+
+"Not wanted" is one rule for reload, shrink, recycle and drain: another generation than the serving one, a
+slot number at or above the count, a recycle request, or a drain.
+
+A worker that ends before it reached its loop counts as a failed start; the slot then waits, doubling from
+:data:`BACKOFF_FIRST_S` to :data:`BACKOFF_MAX_S`. A worker that reached it clears the count: a crash in a job
+costs that job's attempt, not the slot's readiness. ``failures_max`` failed starts in a row over all slots,
+with none successful in between, make :meth:`Slots.plan` answer :class:`GiveUp`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+BACKOFF_FIRST_S = 0.25
+BACKOFF_MAX_S = 30.0
+# A worker's pid is known within milliseconds (p99 86 ms in a sketch under load). What stays unknown is
+# closed: should it be born later, it finds the end of its channel.
+SPAWN_LIMIT_S = 5.0
+# A worker whose channel was closed ends at once; one that does not is killed.
+CLOSE_LIMIT_S = 5.0
+
+
+class State(Enum):
+    SPAWNING = "starting"
+    SERVING = "serving"
+    LEAVING = "leaving"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life of one worker process."""
+
+    incarnation: int
+    slot: int
+    generation: int
+    state: State
+    since: float
+    pid: int | None = None
+    recycle: bool = False
+
+
+@dataclass(slots=True)
+class Slot:
+    number: int
+    worker: Worker | None = None
+    failures: int = 0
+    not_before: float = 0.0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    slot: int
+    incarnation: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Its pid never became known: probably it was never forked. Look at its page, then forget it."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    failures: int
+
+
+Action = Spawn | Retire | Close | Kill | Missing | GiveUp
+
+
+@dataclass(slots=True)
+class Slots:
+    """The slots of a node. ``serving`` is the generation that workers should have, None for none yet;
+    ``loader_up`` whether its loader can fork more of them."""
+
+    count: int
+    failures_max: int = 20
+    serving: int | None = None
+    loader_up: bool = False
+    draining: bool = False
+    failures_in_a_row: int = 0
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _workers: dict[int, Worker] = field(default_factory=dict)
+    _next: int = 1
+
+    # --- what is there
+
+    def slots(self) -> list[Slot]:
+        """All slots that are wanted or still have a worker, by number."""
+        for number in range(self.count):
+            self._slots.setdefault(number, Slot(number))
+        return [s for _, s in sorted(self._slots.items()) if s.number < self.count or s.worker]
+
+    def worker(self, incarnation: int) -> Worker | None:
+        return self._workers.get(incarnation)
+
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def by_pid(self, pid: int) -> Worker | None:
+        return next((w for w in self._workers.values() if w.pid == pid), None)
+
+    def settled_in(self) -> bool:
+        """Every wanted slot has a serving worker of the serving generation."""
+        return self.serving is not None and all(
+            s.worker is not None and s.worker.state is State.SERVING and s.worker.generation == self.serving
+            for s in self.slots()
+            if s.number < self.count
+        )
+
+    # --- what happens
+
+    def spawned(self, incarnation: int, pid: int, now: float) -> None:
+        """The worker's pid is known."""
+        worker = self._workers.get(incarnation)
+        if worker is None:
+            return
+        worker.pid = pid
+        if worker.state is State.SPAWNING:
+            worker.state, worker.since = State.SERVING, now
+
+    def retired(self, incarnation: int, now: float) -> list[Action]:
+        """The dispatcher holds nothing of this worker any more."""
+        worker = self._workers.get(incarnation)
+        if worker is None or worker.state is not State.LEAVING:
+            return []
+        return self._close(worker, now)
+
+    def exited(self, incarnation: int, now: float, *, reached_loop: bool) -> None:
+        """The worker was reaped (or could not be forked at all)."""
+        worker = self._workers.pop(incarnation, None)
+        if worker is None:
+            return
+        slot = self._slots[worker.slot]
+        slot.worker = None
+        wanted_to_end = worker.state in (State.LEAVING, State.CLOSING)
+        if reached_loop:
+            slot.failures = self.failures_in_a_row = 0
+            slot.not_before = now
+        elif not wanted_to_end or worker.pid is None:
+            slot.failures += 1
+            self.failures_in_a_row += 1
+            slot.not_before = now + backoff_s(slot.failures)
+        if not wanted_to_end:
+            slot.restarts += 1
+
+    def generation_changed(self) -> None:
+        """A new generation serves: what kept the old one from starting may be mended."""
+        self.failures_in_a_row = 0
+        for slot in self._slots.values():
+            slot.failures, slot.not_before = 0, 0.0
+
+    # --- what to do
+
+    def plan(self, now: float) -> list[Action]:
+        """All that is to be done now; call it after every event and when :meth:`next_at` comes."""
+        actions: list[Action] = []
+        for worker in self.workers():
+            actions += self._plan_worker(worker, now)
+        if not self._spawning:
+            return actions
+        if self.failures_in_a_row >= self.failures_max:
+            return [*actions, GiveUp(self.failures_in_a_row)]
+        for slot in self.slots():
+            if slot.number < self.count and slot.worker is None and now >= slot.not_before:
+                worker = Worker(self._next, slot.number, self.serving or 0, State.SPAWNING, now)
+                self._next += 1
+                slot.worker = self._workers[worker.incarnation] = worker
+                actions.append(Spawn(slot.number, worker.incarnation, worker.generation))
+        return actions
+
+    def _plan_worker(self, worker: Worker, now: float) -> list[Action]:
+        if worker.state is State.SPAWNING:
+            if not self._wanted(worker) or now >= worker.since + SPAWN_LIMIT_S:
+                return self._close(worker, now)
+        elif worker.state is State.SERVING:
+            if not self._wanted(worker):
+                worker.state, worker.since = State.LEAVING, now
+                return [Retire(worker.incarnation)]
+        elif worker.state is State.CLOSING and now >= worker.since + CLOSE_LIMIT_S:
+            worker.since = now
+            if worker.pid is None:
+                return [Missing(worker.incarnation)]
+            return [Kill(worker.incarnation, worker.pid)]
+        return []
+
+    def next_at(self) -> float | None:
+        """When :meth:`plan` must be called again without an event, None if never."""
+        moments = [w.since + SPAWN_LIMIT_S for w in self._workers.values() if w.state is State.SPAWNING]
+        moments += [w.since + CLOSE_LIMIT_S for w in self._workers.values() if w.state is State.CLOSING]
+        if self._spawning:
+            moments += [s.not_before for s in self.slots() if s.worker is None and s.number < self.count]
+        return min(moments, default=None)
+
+    @property
+    def _spawning(self) -> bool:
+        return not self.draining and self.loader_up and self.serving is not None
+
+    def _wanted(self, worker: Worker) -> bool:
+        return (
+            not self.draining
+            and worker.slot < self.count
+            and worker.generation == self.serving
+            and not worker.recycle
+        )
+
+    def _close(self, worker: Worker, now: float) -> list[Action]:
+        worker.state, worker.since = State.CLOSING, now
+        return [Close(worker.incarnation)]
+
+
+def backoff_s(failures: int) -> float:
+    """How long a slot waits after so many failed starts in a row."""
+    return float(min(BACKOFF_FIRST_S * 2 ** (failures - 1), BACKOFF_MAX_S)) if failures else 0.0
