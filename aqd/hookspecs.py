@@ -29,7 +29,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import pluggy
@@ -85,6 +85,26 @@ class HandlerInfo(msgspec.Struct, frozen=True, kw_only=True):
     queue: str | None = None
     wants_job: bool = False
     is_async: bool = False
+
+
+PluginState = Literal["loaded", "broken", "late"]
+
+
+class PluginInfo(msgspec.Struct, kw_only=True):
+    """One plugin for status, log and ``aqd plugins``; travels between processes.
+
+    ``source`` is the file or the entry point, ``digest`` the start of its code's SHA-256, ``handlers``
+    the job types it serves, ``error`` the reason when ``state`` is ``broken``. A module without hooks
+    (a helper beside the plugins) is ``loaded`` with no handlers. ``late``: imported by each worker.
+    """
+
+    name: str
+    source: str
+    version: str = ""
+    digest: str = ""
+    handlers: list[str] = msgspec.field(default_factory=list)
+    state: PluginState = "loaded"
+    error: str | None = None
 
 
 class Handlers:

@@ -26,40 +26,22 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pluggy
 
 from aqd import plugin_files, plugin_guard
 from aqd.errors import PluginError, StopJob
-from aqd.hookspecs import HOOK_NAMES, PROJECT, Handler, HandlerInfo, Handlers, Hooks
+from aqd.hookspecs import HOOK_NAMES, PROJECT, Handler, HandlerInfo, Handlers, Hooks, PluginInfo
 from aqd.plugin_files import Candidate
 
 if TYPE_CHECKING:
     from aqd.config import Config
 
-State = Literal["loaded", "broken", "late"]
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 # What a child may take beyond the plugin's own limit before it is killed: C code cannot be interrupted.
 _CHILD_GRACE_S = 3.0
-
-
-class PluginInfo(msgspec.Struct, kw_only=True):
-    """One plugin for status, log and ``aqd plugins``; travels between processes.
-
-    ``source`` is the file or the entry point, ``digest`` the start of its code's SHA-256, ``handlers``
-    the job types it serves, ``error`` the reason when ``state`` is ``broken``. A module without hooks
-    (a helper beside the plugins) is ``loaded`` with no handlers. ``late``: imported by each worker.
-    """
-
-    name: str
-    source: str
-    version: str = ""
-    digest: str = ""
-    handlers: list[str] = msgspec.field(default_factory=list)
-    state: State = "loaded"
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
