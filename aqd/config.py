@@ -36,6 +36,7 @@ from aqd.options import (
     from_text,
     hidden,
     mask,
+    masked,
     read_secret,
     shown,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_with_sources",
     "mask",
+    "masked",
     "shown",
 ]
 
@@ -227,6 +229,15 @@ def load_with_sources(path: str | None, environ: Mapping[str, str]) -> Loaded:
     return _Reader(environ).read(path)
 
 
+def load_leniently(path: str | None, environ: Mapping[str, str]) -> Config:
+    """What can be understood of the configuration, the rest at its default; raises nothing.
+
+    For finding a running daemon: ``aqd status`` is needed most when the file has just been broken, and
+    whoever may use the control socket need not be allowed to read the file.
+    """
+    return _Reader(environ).read(path, lenient=True).config
+
+
 def encode(cfg: Config) -> bytes:
     """The configuration as MessagePack, for a child process."""
     return msgspec.msgpack.encode(cfg)
@@ -293,13 +304,19 @@ class _Reader:
         self.sources: dict[str, str] = {}
         self.problems: list[str] = []
 
-    def read(self, path: str | None) -> Loaded:
+    def read(self, path: str | None, *, lenient: bool = False) -> Loaded:
         file = self._find(path)
         if file is not None:
-            self._read_file(file)
+            try:
+                self._read_file(file)
+            except ConfigError:
+                if not lenient:
+                    raise
         self._read_environment()
         self._read_admin_key_file()
         config = self._build()
+        if lenient:
+            return Loaded(config, file, self.sources)
         if not self.problems:
             self.problems = _impossible(config, self.sources)
         if self.problems:

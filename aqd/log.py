@@ -349,9 +349,9 @@ def _human(state: _State, level: str, name: str, event: str, values: dict[str, A
     if state.colour and level in _COLOURS:
         word = f"{_COLOURS[level]}{word}\033[0m"
     who = name if name == state.process else f"{state.process}/{name}"
-    line = f"{now} {word} {who}  {_printable(event)}"
+    line = f"{now} {word} {who}  {printable(event)}"
     if values:
-        line += "  " + " ".join(f"{_printable(key)}={_human_value(value)}" for key, value in values.items())
+        line += "  " + " ".join(f"{printable(key)}={_human_value(value)}" for key, value in values.items())
     prefix = _PRIORITIES[level] if state.journal else ""
     return f"{prefix}{line}\n".encode()
 
@@ -360,15 +360,15 @@ def _human_value(value: Any) -> str:
     if isinstance(value, str):
         if value and value.isprintable() and not any(char in value for char in " \"'="):
             return value
-        return _printable(msgspec.json.encode(value).decode())
+        return printable(msgspec.json.encode(value).decode())
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None or isinstance(value, bool | int):
         return str(value)
-    return _printable(msgspec.json.encode(value).decode())
+    return printable(msgspec.json.encode(value).decode())
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """No line breaks and no terminal control sequences: both would let a payload forge lines."""
     if text.isprintable():
         return text

@@ -57,11 +57,24 @@ def mask(text: str) -> str:
     return text
 
 
+_SECRET_NAME = re.compile(r"(?i)passw|secret|token|credential|api_?key|private_?key|^auth")
+
+
+def masked(key: str, value: Any) -> Any:
+    """A value without its secrets. ``key`` is ``"section.name"``; of plugins' settings, whose meaning is
+    not known here, whatever has a name like a secret's is hidden."""
+    if isinstance(value, dict):
+        return {name: masked(name, item) for name, item in value.items()}
+    if value and (key == "api.admin_api_key" or ("." not in key and _SECRET_NAME.search(key))):
+        return "***"
+    if isinstance(value, list):
+        return [masked("", item) for item in value]
+    return mask(value) if isinstance(value, str) else value
+
+
 def shown(key: str, value: Any) -> str:
     """A value as TOML for people, secrets masked. ``key`` is ``"section.name"``."""
-    if key == "api.admin_api_key":
-        return '"***"' if value else '""'
-    return mask(toml(value))
+    return toml(masked(key, value))
 
 
 def check(option: Option, value: Any) -> Any:
@@ -227,7 +240,8 @@ def brief(value: Any) -> str:
 
 
 def hidden(key: str, value: Any) -> str:
-    return "***" if key == "api.admin_api_key" else brief(mask(value) if isinstance(value, str) else value)
+    """A refused value for a message: secrets masked, cut when long."""
+    return brief(masked(key, value))
 
 
 def toml(value: Any) -> str:

@@ -1,0 +1,163 @@
+"""``aqd check``, ``config show``, ``plugins``, ``health``: look without starting anything.
+
+Plugins are never imported here: :func:`aqd.plugins.inspect` does it in a child process, so a plugin that
+hangs, crashes or exits cannot take the command with it.
+"""
+
+import os
+from typing import Any
+
+import click
+
+from aqd.cli.command import App
+from aqd.errors import ConfigError, Exit
+
+
+@click.command("check")
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@click.pass_obj
+def check_command(app: App, as_json: bool) -> int:
+    """Validate configuration, plugins and database without starting anything.
+
+    Exit code: 0 when all is well, 3 for the configuration or a plugin, 4 for the database.
+    """
+    from aqd import config
+    from aqd.cli.output import print_json, print_table
+
+    findings = Findings()
+    try:
+        loaded = config.load_with_sources(app.config_path, os.environ)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            findings.add("configuration", app.config_path or "-", "failed", config.mask(line), Exit.CONFIG)
+    else:
+        findings.add("configuration", loaded.path or "defaults and environment", "ok", "")
+        if not loaded.config.api.admin_api_key:
+            findings.add(
+                "configuration", "api.admin_api_key", "note", "not set: the admin routes are closed (403)"
+            )
+        _check_plugins(loaded.config, findings)
+        _check_database(loaded.config, findings)
+    if as_json:
+        print_json([dict(zip(Findings.COLUMNS, row, strict=True)) for row in findings.rows])
+    else:
+        print_table(Findings.COLUMNS, findings.rows)
+    return findings.exit_code
+
+
+class Findings:
+    """Rows of the report; the first failure decides the exit code."""
+
+    COLUMNS = ("part", "what", "result", "reason")
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self.exit_code: int = Exit.OK
+
+    def add(self, part: str, what: str, result: str, reason: str, code: int = Exit.OK) -> None:
+        self.rows.append((part, what, result, reason))
+        self.exit_code = self.exit_code or code
+
+
+def _check_plugins(cfg: Any, findings: Findings) -> None:
+    from aqd import plugins
+    from aqd.errors import PluginError
+
+    try:
+        found = plugins.inspect(cfg)
+    except (PluginError, OSError) as error:
+        findings.add("plugins", str(cfg.plugins.dir or "-"), "failed", str(error), Exit.CONFIG)
+        return
+    if not found:
+        findings.add("plugins", "-", "note", "there are none: every job will be of an unknown type")
+    for plugin in found:
+        if plugin.error:
+            findings.add("plugin", f"{plugin.name} ({plugin.source})", "failed", plugin.error, Exit.CONFIG)
+        else:
+            findings.add("plugin", plugin.name, "ok", ", ".join(plugin.handlers))
+
+
+def _check_database(cfg: Any, findings: Findings) -> None:
+    from aqd.config import mask
+    from aqd.errors import WorldError
+
+    where = mask(cfg.database.url)
+    import psycopg
+
+    from aqd import migrate, store
+
+    try:
+        with store.connect(cfg.database, "aqd check") as conn:
+            findings.add("database", where, "ok", "")
+            migrate.check(conn)
+            findings.add("schema", "aqd", "ok", "")
+    except (WorldError, psycopg.Error) as error:
+        part = "schema" if findings.rows[-1][0] == "database" else "database"
+        reason = mask(" ".join(str(error).split()))
+        findings.add(part, where if part == "database" else "aqd", "failed", reason, Exit.DATABASE)
+
+
+@click.group("config")
+def config_command() -> None:
+    """Look at the configuration."""
+
+
+@config_command.command("show")
+@click.option("--json", "as_json", is_flag=True, help="Values and origins as JSON.")
+@click.pass_obj
+def show_command(app: App, as_json: bool) -> None:
+    """Print the values in effect as TOML, each with where it came from. Secrets are masked."""
+    from aqd import config
+    from aqd.cli.output import print_json
+    from aqd.log import printable
+
+    loaded = config.load_with_sources(app.config_path, os.environ)
+    values = {
+        key: (getattr(getattr(loaded.config, option.section), option.name), loaded.source_of(key))
+        for key, option in config.OPTIONS.items()
+    }
+    if as_json:
+        print_json(
+            {
+                key: {"value": config.masked(key, value), "source": source}
+                for key, (value, source) in values.items()
+            }
+        )
+        return
+    click.echo(f"# file: {loaded.path or 'none'}")
+    section = ""
+    for key, (value, source) in values.items():
+        option = config.OPTIONS[key]
+        if option.section != section:
+            section = option.section
+            click.echo(f"\n[{section}]")
+        line = f"{option.name} = {config.shown(key, value)}"
+        click.echo(printable(line if source == "default" else f"{line:<40}  # {source}"))
+
+
+@click.command("plugins")
+@click.option("--json", "as_json", is_flag=True, help="All that is known as JSON.")
+@click.pass_obj
+def plugins_command(app: App, as_json: bool) -> None:
+    """List the plugins that would be loaded, and why the broken ones would not."""
+    from aqd import config, plugins
+    from aqd.cli.output import print_json, print_table
+
+    cfg = config.load(app.config_path, os.environ)
+    found = plugins.inspect(cfg)
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ("plugin", "state", "handlers", "version", "digest", "source", "error"),
+        [(p.name, p.state, p.handlers, p.version, p.digest, p.source, p.error) for p in found],
+        empty=f"no plugins in {config.plugins_dir(cfg)}",
+    )
+
+
+@click.command("health")
+@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@click.pass_obj
+def health_command(app: App, as_json: bool) -> int:
+    """Whether jobs can be stored and somebody runs them: exit code 0 or 1."""
+    raise NotImplementedError
