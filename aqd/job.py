@@ -95,7 +95,9 @@ def parse_request(body: bytes, *, max_payload_bytes: int = MAX_JSON_BYTES) -> Jo
     fields are refused: a misspelt ``max_atempts`` must not be dropped in silence.
     """
     text = _decode(body, "")
-    parsed = _parse(text, "", MAX_JSON_BYTES)
+    parsed = _parse(
+        text, "", max(MAX_JSON_BYTES, max_payload_bytes), MAX_DEPTH + 1
+    )  # 64 levels are the payload's own
     if not isinstance(parsed, dict):
         raise InputError("", f"the body must be a JSON object, not {_kind(parsed)}")
     for name in parsed:
@@ -128,7 +130,7 @@ def validate(
     The payload is a Python value, or JSON text as ``payload_json``. ``run_at`` is an aware datetime
     or an RFC 3339 string. Types are not coerced: ``True`` and ``"5"`` are no priorities.
     """
-    type = _name("type", type)
+    type = check_name("type", type)
     if payload_json is None:
         payload_json = encode_json(payload, max_bytes=max_payload_bytes)
     elif _checked:
@@ -140,7 +142,7 @@ def validate(
     return JobRequest(
         type=type,
         payload=payload_json,
-        queue=DEFAULT_QUEUE if queue is None else _name("queue", queue),
+        queue=DEFAULT_QUEUE if queue is None else check_name("queue", queue),
         priority=0 if priority is None else _integer("priority", priority, MIN_PRIORITY, MAX_PRIORITY),
         run_at=None if run_at is None else parse_moment("run_at", run_at),
         delay_s=None if delay_s is None else _number("delay_s", delay_s, 0, MAX_DELAY_S),
@@ -155,7 +157,7 @@ def parse_id(text: str, field: str = "id") -> int:
     """The number of a job id as it stands in paths and bodies: ``"1"`` to ``"9223372036854775807"``."""
     if text.isascii() and text.isdigit() and len(text) <= 19 and text[0] != "0" and int(text) <= MAX_ID:
         return int(text)
-    raise InputError(field, f"{_show(text)} is no job id: ids are whole numbers from 1", f"1..{MAX_ID}")
+    raise InputError(field, f"{show(text)} is no job id: ids are whole numbers from 1", f"1..{MAX_ID}")
 
 
 def parse_moment(field: str, value: datetime | str) -> datetime:
@@ -172,7 +174,7 @@ def parse_moment(field: str, value: datetime | str) -> datetime:
         if moment is None:
             raise InputError(
                 field,
-                f"{_show(value)} is no RFC 3339 time with zone, such as 2026-11-29T17:40:01Z",
+                f"{show(value)} is no RFC 3339 time with zone, such as 2026-11-29T17:40:01Z",
                 "RFC 3339",
             )
     elif isinstance(value, datetime):
@@ -184,17 +186,18 @@ def parse_moment(field: str, value: datetime | str) -> datetime:
     # Compared before the conversion: 0001-01-01T00:00:00+12:00 has no UTC form in Python.
     if not MIN_RUN_AT <= moment <= MAX_RUN_AT:
         raise InputError(
-            field, f"{_show(value)} is out of range", f"{MIN_RUN_AT:%Y-%m-%d}..{MAX_RUN_AT:%Y-%m-%d}"
+            field, f"{show(value)} is out of range", f"{MIN_RUN_AT:%Y-%m-%d}..{MAX_RUN_AT:%Y-%m-%d}"
         )
     return moment.astimezone(UTC)
 
 
-def _name(field: str, value: object) -> str:
+def check_name(field: str, value: object) -> str:
+    """The name of a type or a queue, as it is."""
     if not isinstance(value, str):
         raise InputError(field, f"must be a string, not {_kind(value)}")
     if not _NAME.fullmatch(value):
         bound = f"1..{MAX_NAME_CHARS} characters of A-Z a-z 0-9 _ . : / -"
-        raise InputError(field, f"{_show(value)} is no valid name; a name has {bound}", bound)
+        raise InputError(field, f"{show(value)} is no valid name; a name has {bound}", bound)
     return value
 
 
@@ -202,7 +205,7 @@ def _integer(field: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(field, f"must be a whole number, not {_kind(value)}", f"{low}..{high}")
     if not low <= value <= high:
-        raise InputError(field, f"{_show(value)} is not between {low} and {high}", f"{low}..{high}")
+        raise InputError(field, f"{show(value)} is not between {low} and {high}", f"{low}..{high}")
     return int(value)
 
 
@@ -211,7 +214,7 @@ def _number(field: str, value: object, low: float, high: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InputError(field, f"must be a number of seconds, not {_kind(value)}", bound)
     if not low <= value <= high:  # also false for NaN
-        raise InputError(field, f"{_show(value)} is not between {low:g} and {high:.12g} seconds", bound)
+        raise InputError(field, f"{show(value)} is not between {low:g} and {high:.12g} seconds", bound)
     return float(value)
 
 
@@ -236,7 +239,10 @@ def encode_json(value: Any, *, field: str = "payload", max_bytes: int = MAX_JSON
     if value is None:
         return "null"
     _walk(value, field, max_bytes)
-    text = _ENCODER.encode(value)
+    try:
+        text = msgspec.json.encode(value).decode()  # 0.2 µs where the standard library takes 5
+    except (TypeError, OverflowError, ValueError, NotImplementedError):
+        text = _ENCODER.encode(value)  # integers beyond 64 bits, subclasses of float, …
     if len(text) * 4 > max_bytes:  # a character has at most four bytes
         _check_size(field, len(text.encode()), max_bytes)
     return text
@@ -304,7 +310,7 @@ class _Hooks:
             return made
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        return self.fault(f"the key {_show(twice)} stands twice in one object")
+        return self.fault(f"the key {show(twice)} stands twice in one object")
 
     def integer(self, digits: str) -> Any:
         if len(digits) <= 300:
@@ -335,7 +341,7 @@ class _Hooks:
         return self.fault(f"{name} is not JSON", "finite numbers")
 
 
-def _parse(text: str, field: str, max_bytes: int) -> Any:
+def _parse(text: str, field: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:
     """Parse strictly; raise :class:`InputError` for whatever a payload may not hold."""
     try:
         size = len(text) if text.isascii() else len(text.encode())
@@ -344,7 +350,7 @@ def _parse(text: str, field: str, max_bytes: int) -> Any:
     _check_size(field, size, max_bytes)
     if not text.strip(" \t\r\n"):
         raise InputError(field, "is empty; expected JSON")
-    if depth_exceeds(text):
+    if depth_exceeds(text, max_depth):
         raise InputError(field, f"is nested deeper than {MAX_DEPTH} levels", MAX_DEPTH)
     hooks = _Hooks()
     try:
@@ -360,7 +366,7 @@ def _parse(text: str, field: str, max_bytes: int) -> Any:
         raise InputError(field, f"is not valid JSON: {error.msg} ({where})") from None
     # NUL and lone surrogates can only come from \u escapes: the raw ones were refused above.
     if hooks.faulty or "\\u" in text:
-        _walk(value, field, max_bytes)
+        _walk(value, field, max_bytes, max_depth)
     _check_size(field, size + hooks.expansion, max_bytes, "with its numbers written out ")
     return value
 
@@ -373,7 +379,7 @@ def _check_size(field: str, size: int, max_bytes: int, how: str = "") -> None:
 _Path = tuple[Any, str | int] | None
 
 
-def _walk(root: Any, field: str, max_bytes: int) -> None:
+def _walk(root: Any, field: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> None:
     """Look at every value below ``root`` without recursion and refuse the first bad one by its path.
 
     Bounded: each value takes at least two bytes of JSON with its comma, so a value that refers to
@@ -387,7 +393,7 @@ def _walk(root: Any, field: str, max_bytes: int) -> None:
     expansion = 0
     while stack:
         container, path, depth = stack.pop()
-        if depth > MAX_DEPTH:
+        if depth > max_depth:
             raise InputError(field, f"is nested deeper than {MAX_DEPTH} levels", MAX_DEPTH)
         room -= len(container)
         if room < 0:
@@ -409,10 +415,10 @@ def _items(container: Any, path: _Path, field: str) -> Iterator[tuple[str | int,
         return
     for key, value in container.items():
         if not isinstance(key, str):
-            raise InputError(_path(path, field), f"the key {_show(key)} is {_kind(key)}; keys are strings")
+            raise InputError(_path(path, field), f"the key {show(key)} is {_kind(key)}; keys are strings")
         reason = _text_fault(key)
         if reason:
-            raise InputError(_path(path, field), f"the key {_show(key)} {reason}", "Unicode text without NUL")
+            raise InputError(_path(path, field), f"the key {show(key)} {reason}", "Unicode text without NUL")
         yield key, value
 
 
@@ -470,7 +476,7 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """The value in a message: short, printable, ASCII."""
     if isinstance(value, int) and value.bit_length() > 256:  # int → str has a limit of its own
         return "a number of more than 77 digits"
@@ -497,5 +503,5 @@ def _path(path: _Path, field: str) -> str:
         elif _PLAIN_KEY.fullmatch(step):
             text += f".{step}" if text else step
         else:
-            text += f"[{_show(step)}]"
+            text += f"[{show(step)}]"
     return text
