@@ -1,0 +1,228 @@
+"""Claiming: the thin loop around ``lanes`` and the protocol of sleeping.
+
+Used by the dispatcher's claimer thread. :class:`ClaimBook` runs the claim statement over the known lanes,
+moves their floors, sweeps and discovers; :class:`Sleeper` announces sleep so that enqueuers notify only
+while somebody sleeps.
+
+Promises: never more rows than asked for; every claim statement has a token of its own; a job is returned
+once. ``lower`` may be called from another thread, everything else belongs to one thread.
+
+How it fails: a lost connection passes through as :class:`psycopg.OperationalError`. Rows of a claim whose
+COMMIT got no answer stay PROCESSING under a token that nobody holds: ``store.reconcile`` returns them.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Final, NamedTuple
+
+from aqd.database import Connection, int_array, run, text_array
+from aqd.lanes import Floor, LaneKey, Lanes, Plan, Taken
+
+CHANNEL: Final = "aqd_jobs"
+
+# Above this many lanes one pass over the index is cheaper than a probe for each.
+_MANY_LANES: Final = 5000
+
+
+class ClaimedJob(NamedTuple):
+    """A job that this node holds. ``payload`` is JSON text; moments are unix microseconds."""
+
+    id: int
+    token: int
+    type: str
+    queue: str
+    priority: int
+    payload: str
+    attempt: int
+    max_attempts: int | None
+    timeout_s: float | None
+    created_at_us: int
+    interruptions: int
+    crashes: int
+    run_at_us: int
+
+
+# Columns behind those of ClaimedJob: the lane's place in the plan, the database's clock.
+_FIELDS: Final = len(ClaimedJob._fields)
+_ORD: Final = _FIELDS
+_NOW_US: Final = _FIELDS + 1
+_IN_ORDER: Final = itemgetter(_ORD, ClaimedJob._fields.index("run_at_us"), 0)
+
+
+class ClaimBook:
+    """What this node may claim and where it stopped.
+
+    ``queues`` empty means all queues. ``sweep_s`` bounds the delay of jobs that appear behind a floor
+    and of changes to ``aqd.queues``.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        lease_s: float,
+        slack_s: float = 0.1,
+        sweep_s: float = 1.5,
+        queues: Iterable[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node_id = node_id
+        self.lease_s = lease_s
+        self._slack_s = slack_s
+        self._queues = text_array(queues)
+        self._types: frozenset[str] = frozenset()
+        self._types_array = "{}"
+        self._lanes = Lanes(slack_s, sweep_s)
+        self._clock = clock
+        self._lowered: deque[LaneKey] = deque()
+        self._many = False
+        self._now_us = 0
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The types that are claimed."""
+        return self._types
+
+    def set_types(self, types: frozenset[str]) -> None:
+        """Claim these types only. Floors hide what was not claimable before, so they are forgotten."""
+        if types != self._types:
+            self._types = types
+            self._types_array = text_array(sorted(types))
+            self._lanes.restart()
+
+    def lower(self, queue: str, priority: int) -> None:
+        """This node gave a job of the lane back. From any thread: taken over by the next claim, because a
+        claim under way would move the floor again."""
+        self._lowered.append(LaneKey(queue, priority))
+
+    def sweep_due(self, now: float) -> bool:
+        """Whether :meth:`claim` would sweep at the monotonic moment ``now``."""
+        return self._lanes.sweep_due(now)
+
+    def claim(self, conn: Connection, limit: int) -> list[ClaimedJob]:
+        """Take at most ``limit`` due jobs, those of higher priority first.
+
+        One statement while the known lanes give jobs. Discovery of lanes goes before it when a sweep is
+        due, and after it when it found nothing.
+        """
+        if limit <= 0 or not self._types:
+            return []
+        while self._lowered:
+            self._lanes.lower(self._lowered.popleft(), self._clock())
+        now = self._clock()
+        swept = self._lanes.sweep_due(now)
+        if swept:
+            self._lanes.begin_sweep(now)
+            self._discover(conn)
+        jobs = self._claim(conn, self._lanes.plans(), limit)
+        if not jobs and not swept and self._lanes.look_due(self._clock()):
+            fresh = self._discover(conn)
+            jobs = self._claim(conn, self._lanes.plan_for(fresh), limit)
+        return jobs
+
+    def next_due_s(self, conn: Connection) -> float | None:
+        """Seconds until the first job in the known lanes falls due that was not due at the last claim; 0 if
+        it is due now, None if there is none. Of any type: an unknown one wakes the claimer once for nothing."""
+        keys = self._lanes.keys()
+        if not keys or not self._now_us:
+            return None
+        rows = run(
+            conn,
+            "next_due",
+            queues=text_array([key.queue for key in keys]),
+            priorities=int_array([key.priority for key in keys]),
+            since_us=self._now_us,
+        )
+        wait = rows[0][0]
+        return None if wait is None else max(float(wait), 0.0)
+
+    def _claim(self, conn: Connection, plans: list[Plan], limit: int) -> list[ClaimedJob]:
+        jobs: list[ClaimedJob] = []
+        for plan in plans:
+            jobs += self._claim_plan(conn, plan, limit - len(jobs))
+            if len(jobs) >= limit:
+                break
+        return jobs
+
+    def _claim_plan(self, conn: Connection, plan: Plan, limit: int) -> list[ClaimedJob]:
+        began = self._clock()
+        rows = run(
+            conn,
+            "claim_jobs",
+            queues=text_array([key.queue for key in plan.lanes]),
+            priorities=int_array([key.priority for key in plan.lanes]),
+            floors_us=int_array([floor.at_us for floor in plan.floors]),
+            floor_ids=int_array([floor.id for floor in plan.floors]),
+            slack_s=self._slack_s,
+            types=self._types_array,
+            limit=limit,
+            token=secrets.randbits(63) or 1,
+            lease_s=self.lease_s,
+            node_id=self.node_id,
+        )
+        self._now_us = rows[0][_NOW_US]
+        if rows[0][0] is None:
+            rows.clear()
+        rows.sort(key=_IN_ORDER)
+        jobs = [ClaimedJob._make(row[:_FIELDS]) for row in rows]
+        if self._lanes.took(plan, _taken(jobs), limit, self._now_us):
+            self._lanes.swept(self._clock() - began)
+        return jobs
+
+    def _discover(self, conn: Connection) -> list[LaneKey]:
+        began = self._clock()
+        if not self._many:
+            rows = run(conn, "list_lanes", queues=self._queues, max_lanes=_MANY_LANES)
+            self._many = len(rows) >= _MANY_LANES
+        if self._many:
+            rows = run(conn, "list_lanes_distinct", queues=self._queues)
+            self._many = len(rows) >= _MANY_LANES // 2
+        now = self._clock()
+        self._lanes.swept(now - began)
+        self._lanes.looked(now - began, now)
+        return self._lanes.observe(
+            [LaneKey(queue, priority) for queue, priority, paused in rows if not paused],
+            [LaneKey(queue, priority) for queue, priority, paused in rows if paused],
+            now,
+        )
+
+
+def _taken(jobs: list[ClaimedJob]) -> dict[LaneKey, Taken]:
+    """Count and last place per lane; the jobs of a lane stand in order."""
+    counts: dict[tuple[str, int], int] = {}
+    last: dict[tuple[str, int], ClaimedJob] = {}
+    for job in jobs:
+        lane = (job.queue, job.priority)
+        counts[lane] = counts.get(lane, 0) + 1
+        last[lane] = job
+    return {LaneKey(*lane): Taken(counts[lane], Floor(job.run_at_us, job.id)) for lane, job in last.items()}
+
+
+class Sleeper:
+    """The protocol of going to sleep over two sequences.
+
+    ``announce`` before the last look: from then on enqueuers notify. ``woken`` only after a NOTIFY came:
+    it woke every announced sleeper, so all of them may be struck off. A race makes surplus
+    notifications; polling bounds the rest.
+
+    The connection must LISTEN on :data:`CHANNEL` before the first ``announce``.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def announce(self, conn: Connection) -> None:
+        """Tell enqueuers that this node is about to sleep."""
+        self._number = run(conn, "announce_sleep")[0][0]
+
+    def woken(self, conn: Connection) -> None:
+        """A NOTIFY woke this node."""
+        if self._number is not None:
+            run(conn, "note_wake", sleep=self._number)
+            self._number = None
+
+    def pending_writers(self, conn: Connection) -> set[str]:
+        """Transactions that may hold jobs not yet visible. Look again until all of them are gone."""
+        return {row[0] for row in run(conn, "pending_writers")}

@@ -1,0 +1,179 @@
+"""Connections, and the one way in which statements are run.
+
+Used by the dispatcher's threads, the API, the client and the command line, each with connections of
+its own: a connection is never shared between threads and never survives a fork.
+
+Promises: a connection has keep-alives, a bound on unacknowledged data and a ``statement_timeout``, so
+that the server's side of a fault ends by itself; refuses a standby; runs in autocommit (each statement is
+one transaction) and in UTC. :func:`run` repeats a statement that PostgreSQL ended as deadlock victim
+or for a serialisation conflict (40P01, 40001), with jitter. How it fails: every other error of psycopg
+passes through unchanged; :func:`is_disconnect` tells whether the connection is lost.
+
+Parameters: integers and lists go out as text with an unknown type, and the cast that each parameter
+carries in ``sql/`` gives the type. psycopg would pick int2, int4 or int8 by value, hence a prepared
+statement for each mixture; and its array dumpers cost 1 µs an element.
+"""
+
+import random
+import time
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+import psycopg
+from psycopg import conninfo
+
+from aqd import statements
+from aqd.config import Database
+from aqd.errors import BugError
+
+Connection: TypeAlias = psycopg.Connection[Any]
+Row: TypeAlias = tuple[Any, ...]
+
+# First argument of advisory locks ("aqd" in ASCII); the second says what is locked.
+ADVISORY_CLASS: Final = 1_634_821_120
+ADVISORY_MIGRATION: Final = 1
+ADVISORY_PARTITION: Final = 2  # also written out in migration 0001
+ADVISORY_DUTY: Final = 100  # + the number of the keeper's duty
+
+_CONFLICT_TRIES: Final = 8
+# Prepared after this many runs: an API connection does not prepare what it runs once.
+_PREPARE_AFTER: Final = 2
+
+# A queue is often empty when it is analysed; a plan made then, or by a generic estimate, reads the
+# table instead of the primary key (75 µs a job instead of 12).
+_DISPATCHER_SETTINGS: Final = {
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+
+def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -> Connection:
+    """A new connection; raises :class:`psycopg.OperationalError` if there is none to be had.
+
+    ``dispatcher`` adds the planner settings that keep the hot statements on their primary keys.
+    """
+    given = conninfo.conninfo_to_dict(cfg.url)
+    defaults: dict[str, Any] = {
+        "application_name": application_name,
+        "connect_timeout": max(2, round(cfg.connect_timeout_s)),  # libpq knows whole seconds from 2 up
+        "keepalives": 1,
+        "keepalives_idle": 10,
+        "keepalives_interval": 5,
+        "keepalives_count": 3,
+        # tcp(7) TCP_USER_TIMEOUT: how long sent data may stay unacknowledged.
+        "tcp_user_timeout": round((cfg.statement_timeout_s + 5) * 1000),
+        "target_session_attrs": "read-write",
+        # Names and payloads are UTF-8 whatever the environment says.
+        "client_encoding": "utf8",
+    }
+    conn: Connection = psycopg.connect(
+        cfg.url,
+        autocommit=True,
+        prepare_threshold=_PREPARE_AFTER if cfg.prepare else None,
+        **{key: value for key, value in defaults.items() if key not in given},
+    )
+    settings = {
+        "timezone": "UTC",
+        "statement_timeout": f"{round(cfg.statement_timeout_s * 1000)}ms",
+        "idle_in_transaction_session_timeout": "60s",
+        "aqd.notify": "on" if cfg.notify else "off",
+    }
+    if dispatcher:
+        settings |= _DISPATCHER_SETTINGS
+    else:
+        # Statements with optional filters: a generic plan would have to serve all of them at once.
+        settings["plan_cache_mode"] = "force_custom_plan"
+    try:
+        run(
+            conn,
+            "configure_session",
+            names=text_array(settings),
+            values=text_array(settings.values()),
+        )
+    except BaseException:
+        conn.close()
+        raise
+    return conn
+
+
+def run(conn: Connection, name: str, /, **params: Any) -> list[Row]:
+    """Run the named statement and return its rows (an empty list for one that gives none)."""
+    return execute(conn, name, **params)[0]
+
+
+def execute(conn: Connection, name: str, /, **params: Any) -> tuple[list[Row], int]:
+    """As :func:`run`, with the number of rows that the statement touched."""
+    statement = statements.get(name)
+    if len(params) != len(statement.params):
+        raise BugError(f"{name} takes {statement.params}, was given {tuple(params)}")
+    args = tuple([_plain(params[key]) for key in statement.params])
+    tries = 0
+    while True:
+        cursor = psycopg.RawCursor(conn)
+        try:
+            cursor.execute(statement.text, args or None, binary=True)
+            rows = cursor.fetchall() if cursor.description is not None else []
+            return rows, cursor.rowcount
+        except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
+            tries += 1
+            # Inside a transaction everything before it is gone too: the caller must decide.
+            if tries >= _CONFLICT_TRIES or conn.closed or in_transaction(conn):
+                raise
+            time.sleep(random.uniform(0.002, 0.01) * tries)
+        finally:
+            cursor.close()
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
+def in_transaction(conn: Connection) -> bool:
+    """Whether the connection is inside a transaction block (also a failed one)."""
+    return conn.info.transaction_status in (
+        psycopg.pq.TransactionStatus.INTRANS,
+        psycopg.pq.TransactionStatus.INERROR,
+    )
+
+
+def is_disconnect(error: BaseException, conn: Connection) -> bool:
+    """Whether the connection must be replaced: it is gone, or the server will not serve it any more.
+
+    08xxx and 57Pxx: connection or server ends. 25006: the server has become read-only (switch-over).
+    """
+    if conn.closed or conn.broken:
+        return True
+    state = getattr(error, "sqlstate", None)
+    if state is None:
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return state[:2] == "08" or state[:3] == "57P" or state == "25006"
+
+
+# --- array literals -------------------------------------------------------------------------------
+
+
+def int_array(values: Iterable[int | None]) -> str:
+    """An array of integers as PostgreSQL reads it from text (manual: "Array Input and Output Syntax")."""
+    return "{" + ",".join(["NULL" if v is None else str(v) for v in values]) + "}"
+
+
+def float_array(values: Iterable[float | None]) -> str:
+    """An array of doubles; ``repr`` is exact in both directions."""
+    return "{" + ",".join(["NULL" if v is None else repr(float(v)) for v in values]) + "}"
+
+
+def bool_array(values: Iterable[bool]) -> str:
+    """An array of booleans."""
+    return "{" + ",".join(["t" if v else "f" for v in values]) + "}"
+
+
+def text_array(values: Iterable[str | None]) -> str:
+    """An array of texts."""
+    return (
+        "{"
+        + ",".join(
+            ["NULL" if v is None else '"' + v.replace("\\", "\\\\").replace('"', '\\"') + '"' for v in values]
+        )
+        + "}"
+    )

@@ -1,0 +1,200 @@
+"""Bringing the database's schema to the version that this aqd needs.
+
+Run by ``aqd db migrate``, by ``aqd demo`` and by tests; :func:`check` by everything that opens a
+connection for good. Migrations are ``sql/migrations/NNNN_name.sql``, each with a first line
+``-- aqd: online`` (the aqd before it goes on working during and after it) or ``-- aqd: breaking``.
+
+Promises: all pending files are applied in *one* transaction under an advisory lock that ends with it, so
+that any number of starters may race on an empty database and a kill at any moment leaves the old
+schema or the new one. The bookkeeping table is made inside the lock too, because ``if not exists`` is not
+safe against a second session. Applied files never change: checksums are compared.
+
+Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files; the message says which and
+what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too long).
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psycopg
+
+from aqd.database import ADVISORY_CLASS, ADVISORY_MIGRATION, Connection, run
+from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch
+from aqd.paths import data_dir
+
+LOCK_WAIT_S: Final = 60
+
+_FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
+_KIND = re.compile(r"-- aqd: (online|breaking)\n")
+
+
+class Migration(NamedTuple):
+    """One file. ``checksum`` is the SHA-256 of its text."""
+
+    version: int
+    name: str
+    kind: str
+    checksum: str
+    text: str
+
+
+class Applied(NamedTuple):
+    """One row of ``aqd.migrations``."""
+
+    version: int
+    name: str
+    kind: str
+    checksum: str
+    applied_at: datetime
+
+
+class SchemaStatus(NamedTuple):
+    """What the database has (``current``, 0 if nothing) and what this aqd needs (``wanted``).
+
+    ``pending`` are files not yet applied; ``unknown`` are applied ones that this aqd has no file for;
+    ``changed`` are versions whose file differs from what was applied.
+    """
+
+    current: int
+    wanted: int
+    applied: list[Applied]
+    pending: list[Migration]
+    unknown: list[Applied]
+    changed: list[int]
+
+    @property
+    def problem(self) -> str | None:
+        """Why this aqd cannot work with the database, or None.
+
+        A newer schema is accepted if everything unknown is ``online``: that is what lets nodes be
+        upgraded one after the other.
+        """
+        if self.changed:
+            numbers = ", ".join(str(version) for version in self.changed)
+            return (
+                f"migration {numbers} was applied from another text than this aqd ships; "
+                "use the aqd that the database was set up with"
+            )
+        breaking = [entry for entry in self.unknown if entry.kind == "breaking"]
+        if breaking:
+            return (
+                f"the database's schema is at version {self.current}, this aqd knows up to {self.wanted}: "
+                f"upgrade aqd (migration {breaking[0].version}, {breaking[0].name!r}, is not compatible)"
+            )
+        if self.pending:
+            if self.current == 0:
+                return "the database holds no schema of aqd yet: run 'aqd db migrate'"
+            return (
+                f"the database's schema is at version {self.current}, this aqd needs {self.wanted}: "
+                "run 'aqd db migrate'"
+            )
+        return None
+
+
+def load_files(directory: Path | None = None) -> list[Migration]:
+    """The migrations that this aqd ships, in order."""
+    directory = directory or data_dir("sql") / "migrations"
+    found = []
+    for path in sorted(directory.glob("*.sql")):
+        match = _FILE.fullmatch(path.name)
+        text = path.read_text(encoding="utf-8")
+        kind = _KIND.match(text)
+        if match is None or kind is None:
+            raise BugError(f"{path}: must be named NNNN_name.sql and begin with '-- aqd: online|breaking'")
+        if int(match[1]) != len(found) + 1:
+            raise BugError(f"{path}: the next migration must be number {len(found) + 1}")
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        found.append(Migration(int(match[1]), match[2], kind[1], checksum, text))
+    return found
+
+
+def status(conn: Connection, directory: Path | None = None) -> SchemaStatus:
+    """Compare the database with the shipped files. Changes nothing."""
+    files = load_files(directory)
+    applied = []
+    if run(conn, "has_migrations")[0][0]:
+        applied = [Applied(*row) for row in run(conn, "list_migrations")]
+    return _compare(files, applied)
+
+
+def check(conn: Connection, directory: Path | None = None) -> SchemaStatus:
+    """:func:`status`, raising :class:`SchemaMismatch` if this aqd cannot work with the database."""
+    found = status(conn, directory)
+    if found.problem is not None:
+        raise SchemaMismatch(found.problem)
+    return found
+
+
+def migrate(conn: Connection, directory: Path | None = None) -> list[Migration]:
+    """Apply what is pending and return it (an empty list if nothing was).
+
+    ``conn`` must be idle and in autocommit. Raises :class:`SchemaMismatch` for a database that this
+    aqd does not understand, and leaves it untouched.
+    """
+    files = load_files(directory)
+    with _locked(conn):
+        return _apply(conn, files)
+
+
+def reset(conn: Connection, directory: Path | None = None) -> None:
+    """Drop everything of aqd, jobs included, and set the schema up anew, in one transaction."""
+    files = load_files(directory)
+    with _locked(conn):
+        run(conn, "drop_schema")
+        _apply(conn, files)
+
+
+@contextmanager
+def _locked(conn: Connection) -> Iterator[None]:
+    """A transaction that only one migrator can be in."""
+    try:
+        with conn.transaction():
+            run(conn, "limit_migration", lock_timeout=f"{LOCK_WAIT_S}s")
+            run(conn, "lock_migrations", **{"class": ADVISORY_CLASS, "what": ADVISORY_MIGRATION})
+            yield
+    except psycopg.errors.LockNotAvailable as error:
+        raise DatabaseUnavailable(
+            f"the migration waited {LOCK_WAIT_S} s for a lock and gave up: another 'aqd db migrate' is at "
+            f"work, or a long transaction uses the tables ({error.diag.message_primary})"
+        ) from error
+
+
+def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:
+    run(conn, "create_migrations_schema")
+    run(conn, "create_migrations")
+    found = _compare(files, [Applied(*row) for row in run(conn, "list_migrations")])
+    if found.problem is not None and (found.changed or found.unknown):
+        raise SchemaMismatch(found.problem)
+    for migration in found.pending:
+        conn.execute(migration.text.encode())
+        run(
+            conn,
+            "note_migration",
+            version=migration.version,
+            name=migration.name,
+            kind=migration.kind,
+            checksum=migration.checksum,
+        )
+    return found.pending
+
+
+def _compare(files: list[Migration], applied: list[Applied]) -> SchemaStatus:
+    known = {migration.version: migration for migration in files}
+    done = {entry.version for entry in applied}
+    return SchemaStatus(
+        current=max(done, default=0),
+        wanted=max(known, default=0),
+        applied=applied,
+        pending=[migration for migration in files if migration.version not in done],
+        unknown=[entry for entry in applied if entry.version not in known],
+        changed=[
+            entry.version
+            for entry in applied
+            if entry.version in known and known[entry.version].checksum != entry.checksum
+        ],
+    )

@@ -1,0 +1,438 @@
+"""Everything that is written about jobs, and the names that other modules use.
+
+Used by the dispatcher (outcomes, leases, rescue), the API and the client (enqueue). Each function is
+one statement in autocommit, so it has happened or not; a deadlock or serialisation conflict is repeated
+inside (``database.run``).
+
+Promises: every change of a claimed job names id and token and therefore changes nothing for a late
+owner; functions return the ids that were changed, so that the caller sees what it has lost; an outcome
+whose COMMIT got no answer may simply be recorded again. One bad row does not stop its batch.
+
+How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise, with nothing changed.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import psycopg
+
+from aqd.database import (
+    Connection,
+    bool_array,
+    connect,
+    float_array,
+    in_transaction,
+    int_array,
+    is_disconnect,
+    run,
+    text_array,
+)
+from aqd.errors import InputError
+from aqd.job import JobRequest
+from aqd.store_read import (
+    AttemptRow,
+    EnqueuedJob,
+    FailedJobRow,
+    Health,
+    JobFilter,
+    JobRow,
+    NodeRow,
+    get_attempts,
+    get_job,
+    health,
+    list_failed,
+    list_jobs,
+    list_nodes,
+    retry_job,
+)
+
+__all__ = [
+    "AttemptRow",
+    "Completion",
+    "Connection",
+    "EnqueuedJob",
+    "FailedJobRow",
+    "Failure",
+    "Health",
+    "JobFilter",
+    "JobRow",
+    "NodeRow",
+    "NodeState",
+    "Release",
+    "RescueResult",
+    "connect",
+    "enqueue",
+    "fail_unknown",
+    "get_attempts",
+    "get_job",
+    "health",
+    "is_disconnect",
+    "list_failed",
+    "list_jobs",
+    "list_nodes",
+    "node_gone",
+    "node_seen",
+    "reconcile",
+    "record_completed",
+    "record_failed",
+    "release",
+    "renew",
+    "rescue",
+    "retry_job",
+]
+
+# Bounds on what a failure may store, in characters.
+MAX_ERROR: Final = 8_192
+MAX_TRACEBACK: Final = 65_536
+_DAYS_AHEAD: Final = 7
+
+
+class Completion(NamedTuple):
+    """A job that completed ``age_s`` seconds ago. ``result`` is JSON text or None."""
+
+    id: int
+    token: int
+    result: str | None
+    age_s: float
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    peak_kb: int | None = None
+
+
+class Failure(NamedTuple):
+    """An attempt that ended badly ``age_s`` seconds ago. ``kind`` is failed, crashed, timed_out or lost;
+    ``retry_in_s`` None means: no further attempt, FAILED."""
+
+    id: int
+    token: int
+    kind: str
+    error: str
+    traceback: str | None
+    retry_in_s: float | None
+    age_s: float
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    peak_kb: int | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+
+
+class Release(NamedTuple):
+    """A job given back with its attempt. ``interrupted``: it had been started."""
+
+    id: int
+    token: int
+    interrupted: bool
+    reason: str
+    age_s: float
+
+
+class RescueResult(NamedTuple):
+    """Ids of jobs whose lease had expired."""
+
+    requeued: list[int]
+    failed: list[int]
+
+
+class NodeState(NamedTuple):
+    """What a node says about itself."""
+
+    node_id: str
+    name: str
+    pid: int
+    version: str
+    generation: int
+    slots: int
+    types: Collection[str]
+    state: str
+
+
+# --- submitting -----------------------------------------------------------------------------------
+
+
+def enqueue(conn: Connection, request: JobRequest) -> EnqueuedJob:
+    """Store a job; in the caller's transaction if ``conn`` is in one.
+
+    Raises :class:`InputError` for what the database refuses, with the argument's name.
+    """
+    try:
+        rows = run(
+            conn,
+            "enqueue",
+            type=request.type,
+            payload=request.payload,
+            queue=request.queue,
+            priority=request.priority,
+            run_at=request.run_at,
+            delay_s=request.delay_s,
+            max_attempts=request.max_attempts,
+            timeout_s=request.timeout_s,
+        )
+    except psycopg.errors.InvalidParameterValue as error:
+        if error.diag.column_name:
+            reason = error.diag.message_detail or error.diag.message_primary or str(error)
+            raise InputError(error.diag.column_name, reason) from error
+        raise
+    except (
+        psycopg.errors.InvalidTextRepresentation,
+        psycopg.errors.UntranslatableCharacter,
+        psycopg.errors.ProgramLimitExceeded,
+        psycopg.errors.StatementTooComplex,
+    ) as error:
+        reason = " ".join(filter(None, (error.diag.message_primary, error.diag.message_detail)))
+        raise InputError("payload", f"PostgreSQL cannot store it: {reason}") from error
+    return EnqueuedJob._make(rows[0])
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def renew(conn: Connection, pairs: Sequence[tuple[int, int]], lease_s: float) -> set[int]:
+    """Extend the leases of these (id, token); returns the ids that are still ours."""
+    if not pairs:
+        return set()
+    rows = run(
+        conn,
+        "renew_leases",
+        ids=int_array(id for id, _ in pairs),
+        tokens=int_array(token for _, token in pairs),
+        lease_s=lease_s,
+    )
+    return {row[0] for row in rows}
+
+
+def release(conn: Connection, releases: Iterable[Release], max_interruptions: int) -> set[int]:
+    """Give jobs back with their attempt; returns the ids that were ours.
+
+    A job interrupted more than ``max_interruptions`` times becomes FAILED.
+    """
+    batch = _once(releases)
+    if not batch:
+        return set()
+    rows = run(
+        conn,
+        "release_jobs",
+        ids=int_array(entry.id for entry in batch),
+        tokens=int_array(entry.token for entry in batch),
+        interrupted=bool_array(entry.interrupted for entry in batch),
+        reasons=text_array(_clean(entry.reason, MAX_ERROR) for entry in batch),
+        ages_s=float_array(entry.age_s for entry in batch),
+        max_interruptions=max_interruptions,
+    )
+    return {row[0] for row in rows}
+
+
+def reconcile(conn: Connection, node_id: str, held: Sequence[tuple[int, int]], older_than_s: float) -> int:
+    """Return this node's PROCESSING jobs that are not among ``held`` and were claimed more than
+    ``older_than_s`` ago; gives their number."""
+    rows = run(
+        conn,
+        "reconcile_node",
+        node_id=node_id,
+        ids=int_array(id for id, _ in held),
+        tokens=int_array(token for _, token in held),
+        older_than_s=older_than_s,
+    )
+    return len(rows)
+
+
+def rescue(
+    conn: Connection, limit: int, backoff_base_s: float, backoff_max_s: float, default_max_attempts: int
+) -> RescueResult:
+    """Take back expired leases; their attempt stays counted."""
+    rows = run(
+        conn,
+        "rescue_jobs",
+        limit=limit,
+        backoff_base_s=float(backoff_base_s),
+        backoff_max_s=float(backoff_max_s),
+        default_max_attempts=default_max_attempts,
+    )
+    return RescueResult(
+        [id for id, exhausted in rows if not exhausted], [id for id, exhausted in rows if exhausted]
+    )
+
+
+# --- outcomes -------------------------------------------------------------------------------------
+
+_Entry = TypeVar("_Entry", Completion, Failure, Release)
+
+
+def record_completed(conn: Connection, completions: Iterable[Completion]) -> set[int]:
+    """Move completed jobs to history; returns the ids that are recorded, now or by an earlier try.
+
+    A result that PostgreSQL cannot store makes that one job FAILED, with the reason.
+    """
+    return _record(conn, _once(completions), _write_completed, "find_completed", _unstorable_result)
+
+
+def record_failed(conn: Connection, failures: Iterable[Failure]) -> set[int]:
+    """Write failed attempts down; returns the ids that are recorded, now or by an earlier try."""
+    return _record(conn, _once(failures), _write_failed, "find_attempts", _unstorable_failure)
+
+
+def _record(
+    conn: Connection,
+    batch: list[_Entry],
+    write: Callable[[Connection, list[_Entry]], set[int]],
+    find: str,
+    set_aside: Callable[[Connection, _Entry, psycopg.Error], set[int]],
+) -> set[int]:
+    """Write a batch; split it where a row is refused; look up what was not found."""
+    if not batch:
+        return set()
+    try:
+        done = write(conn, batch)
+    except (psycopg.DataError, psycopg.IntegrityError, psycopg.errors.ProgramLimitExceeded) as error:
+        if in_transaction(conn):
+            raise
+        if len(batch) == 1:
+            return set_aside(conn, batch[0], error)
+        middle = len(batch) // 2
+        return _record(conn, batch[:middle], write, find, set_aside) | _record(
+            conn, batch[middle:], write, find, set_aside
+        )
+    missing = [entry for entry in batch if entry.id not in done]
+    if missing:
+        rows = run(
+            conn,
+            find,
+            ids=int_array(entry.id for entry in missing),
+            tokens=int_array(entry.token for entry in missing),
+        )
+        done |= {row[0] for row in rows}
+    return done
+
+
+def _write_completed(conn: Connection, batch: list[Completion]) -> set[int]:
+    def write() -> set[int]:
+        rows = run(
+            conn,
+            "record_completed",
+            ids=int_array([entry.id for entry in batch]),
+            tokens=int_array([entry.token for entry in batch]),
+            results=text_array([entry.result for entry in batch]),
+            ages_s=float_array([entry.age_s for entry in batch]),
+            walls_s=float_array([entry.wall_s for entry in batch]),
+            cpus_s=float_array([entry.cpu_s for entry in batch]),
+            peaks_kb=int_array([entry.peak_kb for entry in batch]),
+        )
+        return {row[0] for row in rows}
+
+    try:
+        return write()
+    except psycopg.errors.CheckViolation as error:
+        # No partition for the day has the same SQLSTATE as a bad row, but names no constraint.
+        if error.diag.constraint_name or in_transaction(conn):
+            raise
+        create_partitions(conn)
+        return write()
+
+
+def create_partitions(conn: Connection) -> list[str]:
+    """Make history partitions from yesterday to a week ahead; returns the days that were made."""
+    return [row[0] for row in run(conn, "create_history_partitions", days_ahead=_DAYS_AHEAD)]
+
+
+def _unstorable_result(conn: Connection, entry: Completion, error: psycopg.Error) -> set[int]:
+    reason = " ".join(filter(None, (error.diag.message_primary, error.diag.message_detail))) or str(error)
+    failure = Failure(
+        id=entry.id,
+        token=entry.token,
+        kind="failed",
+        error=f"the handler succeeded, but PostgreSQL cannot store its result: {reason}",
+        traceback=None,
+        retry_in_s=None,
+        age_s=entry.age_s,
+        wall_s=entry.wall_s,
+        cpu_s=entry.cpu_s,
+        peak_kb=entry.peak_kb,
+    )
+    return record_failed(conn, [failure])
+
+
+def _write_failed(conn: Connection, batch: list[Failure]) -> set[int]:
+    rows = run(
+        conn,
+        "record_failed",
+        ids=int_array([entry.id for entry in batch]),
+        tokens=int_array([entry.token for entry in batch]),
+        kinds=text_array([entry.kind for entry in batch]),
+        errors=text_array([_clean(entry.error, MAX_ERROR) for entry in batch]),
+        tracebacks=text_array([_clean(entry.traceback, MAX_TRACEBACK) for entry in batch]),
+        retries_in_s=float_array([entry.retry_in_s for entry in batch]),
+        ages_s=float_array([entry.age_s for entry in batch]),
+        walls_s=float_array([entry.wall_s for entry in batch]),
+        cpus_s=float_array([entry.cpu_s for entry in batch]),
+        peaks_kb=int_array([entry.peak_kb for entry in batch]),
+        signals=int_array([entry.signal for entry in batch]),
+        exit_codes=int_array([entry.exit_code for entry in batch]),
+    )
+    return {row[0] for row in rows}
+
+
+def _unstorable_failure(conn: Connection, entry: Failure, error: psycopg.Error) -> set[int]:
+    """Nothing in a failure may keep it from being written: what is left is id, token and decision."""
+    bare = entry._replace(
+        error=f"the failure could not be stored as reported: {error.diag.message_primary}",
+        traceback=None,
+        kind="failed",
+        wall_s=None,
+        cpu_s=None,
+        peak_kb=None,
+        signal=None,
+        exit_code=None,
+    )
+    return _write_failed(conn, [bare])
+
+
+def _clean(text: str | None, limit: int) -> str | None:
+    """Text that PostgreSQL takes: no NUL, no lone surrogate, bounded; the end of a long one is kept,
+    because that is where a traceback says what happened."""
+    if text is None:
+        return None
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    if "\0" in text:
+        text = text.replace("\0", "\\0")
+    if not text.isascii():
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text
+
+
+def _once(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Without repetitions of an (id, token), which would be written down twice."""
+    return list({(entry.id, entry.token): entry for entry in entries}.values())
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+def node_seen(conn: Connection, node: NodeState) -> None:
+    """Say that the node lives, and what it can do."""
+    run(
+        conn,
+        "node_seen",
+        **node._replace(types=())._asdict() | {"types": text_array(sorted(node.types))},
+    )
+
+
+def node_gone(conn: Connection, node_id: str) -> None:
+    """Say that the node has ended."""
+    run(conn, "node_gone", node_id=node_id)
+
+
+def fail_unknown(
+    conn: Connection, grace_s: float, node_ttl_s: float, limit: int, stale_s: float = 60.0
+) -> list[tuple[int, str]]:
+    """Fail due jobs whose type no live node has declared for ``grace_s``; returns their (id, type).
+
+    To be called every few seconds: the grace counts only while calls are less than ``stale_s`` apart.
+    """
+    if not run(conn, "note_unknown_types", node_ttl_s=node_ttl_s, stale_s=stale_s):
+        return []
+    rows = run(
+        conn, "fail_unknown_types", grace_s=grace_s, node_ttl_s=node_ttl_s, stale_s=stale_s, limit=limit
+    )
+    return [(row[0], row[1]) for row in rows]

@@ -1,0 +1,194 @@
+"""Reading, for the API and the command line, and the retry by hand.
+
+Used through ``aqd.store``. Each function is one statement (``get_job`` up to three), on the caller's
+connection, bounded by its ``statement_timeout``. Moments are aware datetimes in UTC, JSON is text.
+"""
+
+from datetime import datetime
+from typing import Final, NamedTuple
+
+from aqd import migrate
+from aqd.database import Connection, run
+from aqd.errors import ConflictError, NotFoundError
+
+# History has no index on the queue: a listing by queue looks this far back among finished jobs.
+QUEUE_WINDOW_S: Final = 7 * 86_400.0
+_RECENT_S: Final = 2 * 86_400.0
+_LIVE_STATES: Final = frozenset({"QUEUED", "PROCESSING", "FAILED"})
+
+
+class JobRow(NamedTuple):
+    """A job, live or finished. ``payload`` and ``result`` are JSON text."""
+
+    id: int
+    state: str
+    type: str
+    queue: str
+    priority: int
+    payload: str
+    result: str | None
+    attempt: int
+    max_attempts: int | None
+    timeout_s: float | None
+    run_at: datetime
+    created_at: datetime
+    claimed_at: datetime | None
+    finished_at: datetime | None
+    last_error: str | None
+    node_id: str | None
+    crashes: int
+    interruptions: int
+    retries: int
+    wall_s: float | None
+    cpu_s: float | None
+    peak_kb: int | None
+
+
+class JobFilter(NamedTuple):
+    """Which jobs to list; None means any."""
+
+    state: str | None = None
+    type: str | None = None
+    queue: str | None = None
+
+
+class EnqueuedJob(NamedTuple):
+    """What submitting (or retrying) answers."""
+
+    id: int
+    state: str
+    run_at: datetime
+    created_at: datetime
+
+
+class FailedJobRow(NamedTuple):
+    """A dead-letter record. ``state`` is the job's present one, None if it is no longer live."""
+
+    id: int
+    job_id: int
+    type: str
+    queue: str
+    kind: str
+    error: str | None
+    traceback: str | None
+    attempts: int
+    failures: int
+    failed_at: datetime
+    retried_at: datetime | None
+    resolved_at: datetime | None
+    resolution: str | None
+    state: str | None
+
+
+class AttemptRow(NamedTuple):
+    """An attempt that did not complete."""
+
+    attempt: int
+    kind: str
+    error: str | None
+    traceback: str | None
+    signal: int | None
+    exit_code: int | None
+    started_at: datetime | None
+    finished_at: datetime
+    wall_s: float | None
+    cpu_s: float | None
+    peak_kb: int | None
+    node_id: str | None
+    output: str | None
+
+
+class NodeRow(NamedTuple):
+    """A daemon as it reported itself last."""
+
+    node_id: str
+    name: str
+    pid: int
+    version: str
+    generation: int
+    slots: int
+    types: list[str]
+    state: str
+    started_at: datetime
+    seen_at: datetime
+
+
+class Health(NamedTuple):
+    """``problem`` is None if the schema fits."""
+
+    schema_current: int
+    schema_wanted: int
+    problem: str | None
+    live_nodes: int
+
+
+def get_job(conn: Connection, id: int) -> JobRow | None:
+    """The job, or None. Looks at live jobs, then at recent history, then at all of it.
+
+    A job that finishes between two of these looks is found by the later one.
+    """
+    rows = (
+        run(conn, "get_job_live", id=id)
+        or run(conn, "get_job_finished", id=id, within_s=_RECENT_S)
+        or run(conn, "get_job_finished", id=id, within_s=None)
+    )
+    return JobRow._make(rows[0]) if rows else None
+
+
+def list_jobs(
+    conn: Connection, filters: JobFilter = JobFilter(), cursor: int | None = None, limit: int = 100
+) -> list[JobRow]:
+    """Jobs with ids below ``cursor`` (the last id of the page before), newest first.
+
+    Filtered by queue without a type, finished jobs are listed for the last :data:`QUEUE_WINDOW_S` only.
+    """
+    common = {"before": cursor, "type": filters.type, "queue": filters.queue, "state": filters.state}
+    if filters.state in _LIVE_STATES:
+        rows = run(conn, "list_jobs_live", limit=limit, **common)
+    else:
+        within_s = QUEUE_WINDOW_S if filters.queue is not None and filters.type is None else None
+        rows = run(conn, "list_jobs", limit=limit, within_s=within_s, **common)
+    return [JobRow._make(row) for row in rows]
+
+
+def retry_job(conn: Connection, id: int) -> EnqueuedJob:
+    """Put a FAILED job back into the queue as if new.
+
+    Raises :class:`NotFoundError`, or :class:`ConflictError` for a job in another state: of several
+    simultaneous callers one succeeds.
+    """
+    rows = run(conn, "retry_job", id=id)
+    if rows:
+        return EnqueuedJob._make(rows[0])
+    job = get_job(conn, id)
+    if job is None:
+        raise NotFoundError(f"there is no job {id}")
+    raise ConflictError(f"job {id} is {job.state}; only a FAILED job can be retried")
+
+
+def list_failed(
+    conn: Connection, cursor: int | None = None, limit: int = 100, *, resolved: bool = False
+) -> list[FailedJobRow]:
+    """Dead-letter records with record ids below ``cursor``, newest first; with ``resolved`` the settled
+    ones too."""
+    rows = run(conn, "list_failed", before=cursor, limit=limit, resolved=resolved)
+    return [FailedJobRow._make(row) for row in rows]
+
+
+def get_attempts(conn: Connection, id: int) -> list[AttemptRow]:
+    """The attempts of a job that did not complete, oldest first."""
+    return [AttemptRow._make(row) for row in run(conn, "get_attempts", job_id=id)]
+
+
+def list_nodes(conn: Connection) -> list[NodeRow]:
+    """All nodes that have not expired."""
+    return [NodeRow._make(row) for row in run(conn, "list_nodes")]
+
+
+def health(conn: Connection, node_ttl_s: float = 30.0) -> Health:
+    """Whether the schema fits and how many nodes are alive; raises if the database is away."""
+    schema = migrate.status(conn)
+    live = 0
+    if schema.problem is None:
+        live = run(conn, "count_live_nodes", node_ttl_s=node_ttl_s)[0][0]
+    return Health(schema.current, schema.wanted, schema.problem, live)

@@ -1,0 +1,119 @@
+-- Taking jobs, and sleeping until there are some.
+
+-- name: claim_jobs :many
+-- All lanes in one statement, in the order of the arrays, each from its floor on (aqd/lanes.py).
+-- - The floor keeps the scan from walking over dead entries that vacuum may not remove yet. It is
+--   moved back to now() - slack if it is later than that: run_at = now() is the start of the
+--   enqueueing transaction, so a row with an earlier run_at may appear later.
+-- - LIMIT stands in a MATERIALIZED step of its own: in "update ... where id in (select ... limit n for
+--   update skip locked)" a join may run the inner part again, which skips what it has just locked and
+--   takes the next rows, in the end the whole queue.
+-- - The LIMIT inside the lateral step bounds a lane, the one outside the whole; rows are locked one
+--   by one as they are pulled, so nothing beyond the outer limit is locked.
+-- - Known types only: an unknown type costs nobody an attempt.
+-- - Always at least one row: now_us is the database's clock, which the floors are made of.
+-- Index: jobs_ready, one range per lane; then the primary key.
+with lane as (
+    select l.queue, l.priority, l.ord,
+           least(l.floor_at, l.slack_at) as from_at,
+           case when l.floor_at <= l.slack_at then l.floor_id else 0 end as from_id
+    from (
+        select u.queue, u.priority, u.floor_id, u.ord,
+               timestamptz 'epoch' + u.floor_us * interval '1 microsecond' as floor_at,
+               now() - :slack_s::double precision * interval '1 second' as slack_at
+        from unnest(:queues::text[], :priorities::smallint[], :floors_us::bigint[], :floor_ids::bigint[])
+             with ordinality as u(queue, priority, floor_us, floor_id, ord)
+    ) as l
+), picked as materialized (
+    select ready.id, lane.ord
+    from lane cross join lateral (
+        select j.id
+        from aqd.jobs j
+        where j.state = 'QUEUED'
+          and j.queue = lane.queue
+          and j.priority = lane.priority
+          and (j.run_at, j.id) > (lane.from_at, lane.from_id)
+          and j.run_at <= now()
+          and j.type = any(:types::text[])
+        order by j.run_at, j.id
+        limit :limit::bigint
+        for no key update skip locked
+    ) as ready
+    limit :limit::bigint
+), claimed as (
+    update aqd.jobs j
+    set state = 'PROCESSING',
+        attempt = j.attempt + 1,
+        claimed_at = now(),
+        lease_token = :token::bigint,
+        lease_expires_at = now() + :lease_s::double precision * interval '1 second',
+        node_id = :node_id::text
+    from picked p
+    where j.id = p.id
+    returning j.id, j.lease_token, j.type, j.queue, j.priority, j.payload::text as payload, j.attempt,
+              j.max_attempts, j.timeout_s,
+              (date_part('epoch', j.created_at) * 1000000::double precision)::bigint as created_at_us,
+              j.interruptions, j.crashes,
+              (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us,
+              p.ord
+)
+select c.*, clock.now_us
+from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as now_us) as clock
+left join claimed c on true
+
+-- name: list_lanes :many
+-- The lanes with QUEUED jobs, and whether their queue is paused (the claimer forgets paused lanes but
+-- keeps empty ones for a while). An empty array of queues means all.
+-- Index: jobs_ready, one probe a lane; queues' primary key.
+select l.queue, l.priority, coalesce(q.paused, false)
+from aqd.ready_lanes(:max_lanes::integer) as l
+left join aqd.queues q on q.queue = l.queue
+where cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
+
+-- name: list_lanes_distinct :many
+-- The same for thousands of lanes, where one pass over the index is cheaper than a probe for each.
+-- Index: jobs_ready, the whole of it.
+select l.queue, l.priority, coalesce(q.paused, false)
+from (select distinct j.queue, j.priority from aqd.jobs j where j.state = 'QUEUED') as l
+left join aqd.queues q on q.queue = l.queue
+where cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
+
+-- name: next_due :one
+-- Seconds until the first job falls due that was not yet due at the last claim (its now_us); null if
+-- there is none. One probe a lane: a single min(run_at) over all lanes reads the whole index.
+-- Index: jobs_ready.
+select date_part('epoch', min(due.run_at) - now())
+from unnest(:queues::text[], :priorities::smallint[]) as l(queue, priority)
+cross join lateral (
+    select j.run_at
+    from aqd.jobs j
+    where j.state = 'QUEUED'
+      and j.queue = l.queue
+      and j.priority = l.priority
+      and j.run_at > timestamptz 'epoch' + :since_us::bigint * interval '1 microsecond'
+    order by j.run_at
+    limit 1
+) as due
+
+-- name: announce_sleep :one
+-- From now on enqueue notifies. Sequences do not roll back and leave no dead rows.
+-- Index: none.
+select nextval('aqd.sleeps')
+
+-- name: note_wake :exec
+-- Only after a NOTIFY, which woke everybody else too: whoever announced sleep up to this number is awake.
+-- Index: none.
+select setval('aqd.wakes', :sleep::bigint)
+
+-- name: pending_writers :many
+-- Transactions that may have inserted jobs which nobody can see yet. The lock is the one that INSERT
+-- takes and keeps until the transaction ends; enqueuers pay nothing for it.
+-- Index: none (the lock table is in memory).
+select l.virtualtransaction
+from pg_locks l
+where l.locktype = 'relation'
+  and l.database = (select d.oid from pg_database d where d.datname = current_database())
+  and l.relation = 'aqd.jobs'::regclass
+  and l.mode = 'RowExclusiveLock'
+  and l.granted
+  and l.pid <> pg_backend_pid()

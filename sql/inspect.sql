@@ -1,0 +1,103 @@
+-- Looking, and the one change that is made by hand.
+
+-- name: get_job_live :one
+-- Index: primary key.
+select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text as result, j.attempt,
+       j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
+       j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
+       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb
+from aqd.jobs j
+where j.id = :id::bigint
+
+-- name: get_job_finished :one
+-- Asked twice: first with a bound on finished_at, which leaves two or three partitions, then without.
+-- Index: the primary key of each partition.
+select h.id, h.state, h.type, h.queue, h.priority, h.payload::text, h.result::text, h.attempt,
+       h.max_attempts, h.timeout_s, h.run_at, h.created_at, h.claimed_at, h.finished_at,
+       null::text as last_error, h.node_id, h.crashes, h.interruptions, h.retries, h.wall_s, h.cpu_s, h.peak_kb
+from aqd.job_history h
+where h.id = :id::bigint
+  and h.finished_at > coalesce(now() - :within_s::double precision * interval '1 second', '-infinity')
+limit 1
+
+-- name: list_jobs :many
+-- Newest first by id, over live jobs and history. Filters that are null vanish, because the statement
+-- is planned with its values (plan_cache_mode). For a queue history has no index: bounded by time.
+-- Index: primary keys, merged in id order; job_history_type_id where a type is given.
+select a.id, a.state, a.type, a.queue, a.priority, a.payload::text, a.result::text, a.attempt,
+       a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
+       a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb
+from aqd.all_jobs a
+where (:before::bigint is null or a.id < :before::bigint)
+  and (:state::text is null or a.state = :state::text)
+  and (:type::text is null or a.type = :type::text)
+  and (:queue::text is null or a.queue = :queue::text)
+  and (:within_s::double precision is null or a.finished_at is null
+       or a.finished_at > now() - :within_s::double precision * interval '1 second')
+order by a.id desc
+limit :limit::bigint
+
+-- name: list_jobs_live :many
+-- The same for states that only live jobs have, so that no partition is opened.
+-- Index: primary key.
+select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text as result, j.attempt,
+       j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
+       j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
+       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb
+from aqd.jobs j
+where (:before::bigint is null or j.id < :before::bigint)
+  and j.state = :state::text
+  and (:type::text is null or j.type = :type::text)
+  and (:queue::text is null or j.queue = :queue::text)
+order by j.id desc
+limit :limit::bigint
+
+-- name: retry_job :one
+-- FAILED to QUEUED as if new: attempt, error and counters start again; attempts and the failure's record
+-- stay. One of many simultaneous callers changes the row, the others find it QUEUED.
+-- Index: primary key; failed_jobs_open.
+with changed as (
+    update aqd.jobs j
+    set state = 'QUEUED', run_at = now(), attempt = 0, crashes = 0, interruptions = 0, last_error = null,
+        claimed_at = null, retries = j.retries + 1
+    where j.id = :id::bigint and j.state = 'FAILED'
+    returning j.id, j.state, j.run_at, j.created_at
+), marked as (
+    update aqd.failed_jobs f set retried_at = now()
+    from changed c
+    where f.job_id = c.id and f.resolved_at is null
+)
+select c.id, c.state, c.run_at, c.created_at from changed c where (select aqd.wake()) is not null
+
+-- name: list_failed :many
+-- Dead-letter records, newest first; by default the open ones.
+-- Index: primary key of failed_jobs; primary key of jobs.
+select f.id, f.job_id, f.type, f.queue, f.kind, f.error, f.traceback, f.attempts, f.failures, f.failed_at,
+       f.retried_at, f.resolved_at, f.resolution, j.state
+from aqd.failed_jobs f
+left join aqd.jobs j on j.id = f.job_id
+where (:before::bigint is null or f.id < :before::bigint)
+  and (:resolved::boolean or f.resolved_at is null)
+order by f.id desc
+limit :limit::bigint
+
+-- name: get_attempts :many
+-- Attempts that did not complete, oldest first.
+-- Index: job_attempts' primary key.
+select a.attempt, a.kind, a.error, a.traceback, a.signal, a.exit_code, a.started_at, a.finished_at,
+       a.wall_s, a.cpu_s, a.peak_kb, a.node_id, a.output
+from aqd.job_attempts a
+where a.job_id = :job_id::bigint
+order by a.id
+
+-- name: count_live_nodes :one
+-- Index: none, a handful of rows.
+select count(*)
+from aqd.nodes n
+where n.seen_at > now() - :node_ttl_s::double precision * interval '1 second'
+
+-- name: list_nodes :many
+-- Index: none, a handful of rows.
+select n.node_id, n.name, n.pid, n.version, n.generation, n.slots, n.types, n.state, n.started_at, n.seen_at
+from aqd.nodes n
+order by n.name, n.node_id

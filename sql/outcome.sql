@@ -1,0 +1,103 @@
+-- Writing outcomes down. As in lease.sql: id + token, locks in id order, never the state in a
+-- condition (with state = 'PROCESSING' the planner may take jobs_running, full of dead entries).
+
+-- name: record_completed :many
+-- Lock, delete from jobs, insert into history: one statement, so that a job is in exactly one of
+-- the two whatever happens. A bad row or a missing partition leaves all of them PROCESSING. What the
+-- recorder knows travels through the first step; joining it again later would be a nested loop over
+-- all pairs. A failed_jobs record can be open only if the job was retried by hand.
+-- Index: primary key; failed_jobs_open.
+with locked as materialized (
+    select j.id, i.result, i.wall_s, i.cpu_s, i.peak_kb,
+           now() - least(greatest(i.age_s, 0), 86400) * interval '1 second' as finished_at
+    from unnest(:ids::bigint[], :tokens::bigint[], :results::text[], :ages_s::double precision[],
+                :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[])
+         as i(id, token, result, age_s, wall_s, cpu_s, peak_kb)
+    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
+    order by j.id
+    for update of j
+), gone as (
+    delete from aqd.jobs j
+    using locked l
+    where j.id = l.id
+    returning j.*, l.result, l.wall_s, l.cpu_s, l.peak_kb, l.finished_at
+), kept as (
+    insert into aqd.job_history (
+        id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
+        max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
+        payload, result)
+    select g.id, g.finished_at, g.run_at, g.created_at, g.claimed_at, g.lease_token, g.timeout_s, g.wall_s,
+           g.cpu_s, g.peak_kb, g.max_attempts, g.attempt, g.crashes, g.interruptions, g.retries, g.priority,
+           'COMPLETED', g.type, g.queue, g.node_id, g.payload, g.result::jsonb
+    from gone g
+), resolved as (
+    update aqd.failed_jobs f
+    set resolved_at = now(), resolution = 'completed'
+    from gone g
+    where g.retries > 0 and f.job_id = g.id and f.resolved_at is null
+)
+select g.id from gone g
+
+-- name: find_completed :many
+-- "0 rows" means lost, or already written by a COMMIT whose answer was lost: the token tells. The
+-- bound on finished_at leaves two or three partitions to look at.
+-- Index: the primary key of each partition.
+select h.id
+from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
+cross join lateral (
+    select h.id
+    from aqd.job_history h
+    where h.id = i.id and h.lease_token = i.token and h.finished_at > now() - interval '2 days'
+    limit 1
+) as h
+
+-- name: record_failed :many
+-- A failed attempt: QUEUED again after retry_in_s, or FAILED where that is null. The FAILED row stays
+-- in jobs, to be retried by hand, and gets a failed_jobs record.
+-- Index: primary key; failed_jobs_open.
+with locked as materialized (
+    select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue,
+           i.kind, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal, i.exit_code,
+           now() - greatest(i.age_s, 0) * interval '1 second' as finished_at
+    from unnest(:ids::bigint[], :tokens::bigint[], :kinds::text[], :errors::text[], :tracebacks::text[],
+                :retries_in_s::double precision[], :ages_s::double precision[], :walls_s::double precision[],
+                :cpus_s::double precision[], :peaks_kb::bigint[], :signals::integer[], :exit_codes::integer[])
+         as i(id, token, kind, error, traceback, retry_in_s, age_s, wall_s, cpu_s, peak_kb, signal, exit_code)
+    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
+    order by j.id
+    for no key update of j
+), changed as (
+    update aqd.jobs j
+    set state = case when l.retry_in_s is null then 'FAILED' else 'QUEUED' end,
+        run_at = case when l.retry_in_s is null then j.run_at
+                      else now() + greatest(l.retry_in_s, 0) * interval '1 second' end,
+        crashes = j.crashes + (l.kind = 'crashed')::integer,
+        last_error = left(l.error, 1000),
+        claimed_at = null, lease_token = null, lease_expires_at = null, node_id = null
+    from locked l
+    where j.id = l.id
+    returning j.id
+), noted as (
+    insert into aqd.job_attempts (job_id, attempt, kind, error, traceback, signal, exit_code,
+                                  started_at, finished_at, wall_s, cpu_s, peak_kb, node_id, lease_token)
+    select l.id, l.attempt, l.kind, l.error, l.traceback, l.signal, l.exit_code,
+           coalesce(l.finished_at - l.wall_s * interval '1 second', l.claimed_at), l.finished_at,
+           l.wall_s, l.cpu_s, l.peak_kb, l.node_id, l.lease_token
+    from locked l
+), dead as (
+    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error, traceback)
+    select l.id, now(), l.attempt, l.type, l.queue, l.kind, l.error, l.traceback
+    from locked l
+    where l.retry_in_s is null
+    on conflict (job_id) where resolved_at is null do update
+    set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
+        error = excluded.error, traceback = excluded.traceback, failures = f.failures + 1
+)
+select c.id from changed c
+
+-- name: find_attempts :many
+-- The same question as find_completed, for attempts that did not complete.
+-- Index: job_attempts' primary key.
+select i.id
+from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
+where exists (select from aqd.job_attempts a where a.job_id = i.id and a.lease_token = i.token)
