@@ -239,7 +239,7 @@ class Master:
         logger.info(event, generation=loader.generation, types=types, broken=len(self.problems))
 
     def _warn_unreloadable(self, cfg: Config) -> None:
-        fixed = {
+        fixed: dict[str, tuple[object, object]] = {
             "daemon.runtime_dir": (self.config.daemon.runtime_dir, cfg.daemon.runtime_dir),
             "daemon.node_name": (self.config.daemon.node_name, cfg.daemon.node_name),
         }

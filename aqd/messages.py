@@ -25,7 +25,7 @@ from aqd.config import Config
 from aqd.hookspecs import HandlerInfo, PluginInfo
 
 
-class _Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class _Message(msgspec.Struct, tag=True, array_like=True):
     pass
 
 

@@ -1,0 +1,196 @@
+"""The claimer: a thread of the dispatcher that takes jobs when the main thread wants some.
+
+It owns the node's LISTEN connection. Between claims it sleeps until a NOTIFY, the poll interval, the moment
+at which the next job falls due, or the main thread's wish. A notification is a hint: it means "look", never
+"this job"; with notifications off, or lost, the poll interval covers everything.
+
+Order on the way to sleep: announce it (from then on enqueuers notify), look once more, then look again with
+growing pauses until the transactions that were writing jobs meanwhile have ended: their rows became visible
+without a notification.
+
+Fails: a claim whose answer came later than :data:`STALE_S` is not used but given back, because the
+reconciliation may have released it by then. Everything else is the session's affair.
+"""
+
+import os
+import random
+import select
+import threading
+from collections.abc import Callable
+
+import psycopg
+
+from aqd import log
+from aqd.claims import CHANNEL, ClaimBook, ClaimedJob, Sleeper
+from aqd.config import Config
+from aqd.database import Connection
+from aqd.errors import WorldError
+from aqd.process import boottime_ns
+from aqd.sessions import Session
+
+logger = log.get_logger("claimer")
+
+# An answer older than this is void. Reconciliation waits for twice as long.
+STALE_S = 5.0
+# Pauses between looks while transactions that may have inserted jobs are open.
+_WRITER_PAUSES_S = (0.005, 0.01, 0.02, 0.05, 0.1)
+_NO_JOBS_S = 3600.0
+
+
+class Claimer(threading.Thread):
+    """``deliver(jobs, asked_ns)`` hands claimed jobs to the main thread; ``asked_ns`` is the boot time
+    before the claim was sent, from which their lease certainly runs.
+
+    The main thread sets :attr:`wanted` and calls :meth:`wake`.
+    """
+
+    def __init__(
+        self, config: Config, node_id: str, deliver: Callable[[list[ClaimedJob], int], None], schema: Callable[[Connection], None]
+    ) -> None:
+        super().__init__(name="claimer", daemon=True)
+        self.config = config
+        self.wanted = 0
+        self.stopping = False
+        self.idle = threading.Event()
+        self.book = ClaimBook(node_id, config.daemon.lease_s, queues=config.daemon.queues)
+        self.sleeper = Sleeper()
+        self.session = Session(config.database, "claimer", self._on_connect)
+        self._schema = schema
+        self._deliver = deliver
+        self._types: frozenset[str] = frozenset()
+        self._lowered: list[tuple[str, int]] = []
+        self._notified = False
+        self._listening = False
+        self._asleep = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    # --- for the main thread
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def want(self, number: int) -> None:
+        """Take up to ``number`` jobs as soon as there are some."""
+        self.wanted = number
+        self.wake()
+
+    def serve(self, types: frozenset[str]) -> None:
+        self._types = types
+        self.wake()
+
+    def lower(self, queue: str, priority: int) -> None:
+        """Jobs of this lane came back on this node: look from its beginning."""
+        self._lowered.append((queue, priority))
+
+    def stop(self) -> None:
+        """Claim nothing more; :attr:`idle` is set once no claim is under way."""
+        self.stopping = True
+        self.wake()
+
+    @property
+    def listener_up(self) -> bool:
+        return self._listening and self.session.up
+
+    # --- the thread
+
+    def run(self) -> None:
+        while not self.stopping:
+            try:
+                self._step()
+            except (psycopg.Error, WorldError):
+                self._asleep = False
+                self._wait(self.session.pause_s())
+            except Exception:
+                logger.exception("claimer fails")
+                self._wait(1.0)
+        self.session.close()
+        self.idle.set()
+
+    def _step(self) -> None:
+        """One claim, or one sleep."""
+        self.book.set_types(self._types)
+        while self._lowered:
+            self.book.lower(*self._lowered.pop())
+        wanted = self.wanted
+        if wanted <= 0 or not self._types:
+            if self.session.connection is None:
+                self.session.run(lambda _: None)  # says whether the database is there
+            self._wait(_NO_JOBS_S if self.session.connection else 1.0)
+            return
+        if self._claim(wanted):
+            self._asleep = False
+            return
+        if self._asleep or not self.config.database.notify:
+            self._sleep()
+        else:
+            # Announced only after a look that found nothing, and then looked again: see the header.
+            self.session.run(self.sleeper.announce)
+            self._asleep = True
+            self._notified = False
+            if not self._claim(wanted):
+                self._wait_for_writers(wanted)
+
+    def _claim(self, wanted: int) -> bool:
+        """Claim and deliver; whether anything was there."""
+        if self.stopping:
+            return False
+        asked_ns = boottime_ns()
+        jobs = self.session.run(self.book.claim, wanted)
+        if not jobs:
+            return False
+        self.wanted = 0  # until the main thread has seen these
+        self._deliver(jobs, asked_ns)
+        return True
+
+    def _wait_for_writers(self, wanted: int) -> None:
+        writers = self.session.run(self.sleeper.pending_writers)
+        looks = 0
+        while writers and not self.stopping and not self._notified:
+            self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
+            looks += 1
+            if self._claim(wanted):
+                self._asleep = False
+                return
+            writers &= self.session.run(self.sleeper.pending_writers)
+
+    def _sleep(self) -> None:
+        poll_s = self.config.daemon.poll_ms / 1000 * random.uniform(0.9, 1.1)
+        due_s = self.session.run(self.book.next_due_s)
+        if not self._notified:
+            self._wait(min(poll_s, max(due_s, 0.001)) if due_s is not None else poll_s)
+        if self._notified:
+            self._notified = False
+            self._asleep = False
+            self.session.run(self.sleeper.woken)
+
+    def _wait(self, seconds: float) -> None:
+        """Until the main thread's wish, a notification, or the time is over."""
+        connection = self.session.connection
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        if connection is not None:
+            poll.register(connection.pgconn.socket, select.POLLIN)
+        for fd, _ in poll.poll(seconds * 1000):
+            if fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            elif connection is not None:
+                self.session.run(self._read_notifications)
+
+    def _read_notifications(self, connection: Connection) -> None:
+        connection.pgconn.consume_input()
+        while connection.pgconn.notifies() is not None:
+            self._notified = True
+
+    def _on_connect(self, connection: Connection) -> None:
+        """LISTEN first, then look: what came in between is found by the look."""
+        self._listening = self._asleep = False
+        self._schema(connection)
+        self.book.reset()
+        if self.config.database.notify:
+            connection.add_notify_handler(self._on_notify)
+            connection.execute(f"listen {CHANNEL}")  # type: ignore[arg-type]
+            self._listening = True
+
+    def _on_notify(self, _: psycopg.Notify) -> None:
+        """One that arrived while a statement ran."""
+        self._notified = True

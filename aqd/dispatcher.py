@@ -1,0 +1,656 @@
+"""The dispatcher: the node's only queue client, between PostgreSQL and the workers.
+
+A process of its own (``python -m aqd.dispatcher MASTER_PID``, channel to the master at descriptor 3). One
+thread per duty, each with its own connection: claimer, recorder, keeper. The main thread, which is this module,
+owns the channels and timers and never waits for the database. It holds no plugin code.
+
+What it holds is written down elsewhere before it acts: a claimed job in its row, a job given to a worker
+in the worker's page, an outcome in the worker's channel until it is recorded. So it may die at any moment: its
+successor is handed the same channels and pages by the master, takes back what was not begun, and finds every
+outcome that was not recorded; the workers notice nothing.
+
+Promises: every lease it uses is certain (it counts from before the statement was sent); a lost lease ends the
+job; what cannot be run soon is given back with its attempt.
+
+Ends: 0 when told to hand over; by SIGTERM as its parent-death signal it kills the workers' groups first (under
+systemd the unit's cgroup does that).
+"""
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from typing import NoReturn
+
+import psycopg
+from setproctitle import setproctitle
+
+from aqd import __version__, channel, keeper, log, messages, migrate, process
+from aqd.assign import Budget, Estimates
+from aqd.channel import ChannelClosed
+from aqd.claimer import STALE_S, Claimer
+from aqd.claims import ClaimedJob
+from aqd.database import Connection
+from aqd.errors import Exit, WorldError
+from aqd.hookspecs import HandlerInfo
+from aqd.links import Held, Link
+from aqd.page import StopReason
+from aqd.process import boottime, boottime_ns, signal_group
+from aqd.recorder import Completed, Failed, Recorder, Released, Renewal, Renewed, Reconciliation, Settled, Work
+from aqd.sessions import Session
+
+logger = log.get_logger("dispatcher")
+
+TICK_S = 0.05
+IDLE_TICK_S = 0.2
+REPORT_S = 1.0
+RECONCILE_S = 5.0
+# A job that runs longer than this in front of others in its frame has them taken back.
+STUCK_NS = 20_000_000
+# Claimed jobs for which no worker became free are given back: another node may be idle.
+READY_LIMIT_S = 0.5
+# How long an outgoing dispatcher waits for its claimer and recorder.
+HAND_OVER_S = 3.0
+
+
+class Dispatcher:
+    """The main thread's state. :meth:`run` returns the exit code."""
+
+    def __init__(self, ends: socket.socket, start: messages.Start) -> None:
+        config = start.config
+        self.config = config
+        self.node_id = start.node_id
+        self.master = channel.Peer(ends, messages.encode)
+        self.links: dict[int, Link] = {}
+        self.ready: deque[Held] = deque()
+        self.handlers: dict[str, HandlerInfo] = {}
+        self.generation = 0
+        self.attached_all = self.draining = self.drained = self.handing_over = False
+        self.hand_over_until = 0.0
+        self.counters: dict[str, int] = {}
+        self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
+        self.budget = Budget(int(config.daemon.frame_ms * 1e6))
+        self.pending = 0  # entries put to the recorder and not settled
+        self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Settled | Renewed] = queue.SimpleQueue()
+        self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._migrated = threading.Lock()
+        self._schema_ready = False
+        self.claimer = Claimer(config, start.node_id, lambda jobs, ns: self._post((jobs, ns)), self._schema)
+        self.recorder = Recorder(config, start.node_id, self._post, self._schema)
+        self.keeper = KeeperThread(self, start)
+        self.epoll = select.epoll()
+        self._by_fd: dict[int, Link] = {}
+        self._last_given = boottime()
+        self._next_renew = self._next_report = self._next_reconcile = 0.0
+
+    def _post(self, message: "tuple[list[ClaimedJob], int] | Settled | Renewed") -> None:
+        """From the other threads."""
+        self.inbox.put(message)
+        os.eventfd_write(self._inbox_fd, 1)
+
+    def _schema(self, connection: Connection) -> None:
+        """On every new connection: the schema is there and fits. The first one may have to make it."""
+        with self._migrated:
+            if not self._schema_ready and self.config.database.migrate:
+                migrate.migrate(connection)
+            migrate.check(connection)
+            self._schema_ready = True
+
+    # --- the loop
+
+    def run(self) -> Exit:
+        self.epoll.register(self.master, select.EPOLLIN)
+        self.epoll.register(self._inbox_fd, select.EPOLLIN)
+        self.master.send(messages.Hello(__version__, os.getpid()))
+        for thread in (self.claimer, self.recorder, self.keeper):
+            thread.start()
+        try:
+            while True:
+                self._turn()
+                if self.handing_over and self._may_leave():
+                    return Exit.OK
+        except ChannelClosed:
+            # Without a master nobody fences the workers, and their leases must not be renewed.
+            self.kill_workers()
+            return Exit.ORPHANED
+
+    def _turn(self) -> None:
+        busy = any(link.unfinished for link in self.links.values())
+        for fd, _ in self.epoll.poll(TICK_S if busy else IDLE_TICK_S):
+            if fd == self.master.fileno():
+                self._read_master()
+            elif fd == self._inbox_fd:
+                self._read_inbox()
+            elif (link := self._by_fd.get(fd)) is not None:
+                self._read_link(link)
+        now = boottime()
+        self._tick(now)
+        self._assign()
+        self._claim()
+        self.master.flush()
+
+    def _tick(self, now: float) -> None:
+        for session in (self.claimer.session, self.recorder.session, self.keeper.session):
+            session.check(now)
+        if now >= self._next_renew:
+            self._next_renew = now + self.config.daemon.renew_s
+            if pairs := self._pairs():
+                self.recorder.put(Renewal(pairs))
+        if now >= self._next_reconcile and self.attached_all and not self.handing_over:
+            self._next_reconcile = now + RECONCILE_S
+            if self.recorder.session.up:
+                self.recorder.put(Reconciliation(self._pairs()))
+        if now >= self._next_report:
+            self._next_report = now + REPORT_S
+            self._report()
+        self._free_stuck(boottime_ns())
+        if self.ready and now >= self._last_given + READY_LIMIT_S:
+            self._release_ready("no worker became free")
+        if self.draining and not self.drained and not self.pending and not self.ready and self.claimer.idle.is_set():
+            held = any(link.held for link in self.links.values())
+            if not held and self.inbox.empty():
+                self.drained = True
+                self.master.send(messages.Drained())
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        pairs = [(held.id, held.token) for held in self.ready]
+        for link in self.links.values():
+            pairs += [(held.id, held.token) for held in link.held.values()]
+        return pairs
+
+    def _report(self) -> None:
+        sessions = (self.claimer.session, self.recorder.session)
+        down = [s.error or "not connected yet" for s in sessions if not s.up]
+        types = {}
+        for link in self.links.values():
+            held = link.held.get(link.page.current())
+            if held is not None and held.job is not None:
+                types[link.incarnation] = held.job.type
+        held_by = {link.incarnation: len(link.held) for link in self.links.values() if link.held}
+        listening = self.claimer.listener_up
+        self.master.send(
+            messages.Report(not down, down[0] if down else "", listening, held_by, types, self.counters)
+        )
+
+    # --- from the master
+
+    def _read_master(self) -> None:
+        for data, fds in self.master.received():
+            message = messages.decode_to_dispatcher(data)
+            if isinstance(message, messages.Attach):
+                self._attach(message, *fds)
+                continue
+            for fd in fds:
+                os.close(fd)
+            self._on_master(message)
+
+    def _on_master(self, message: messages.ToDispatcher) -> None:
+        match message:
+            case messages.Serve(generation, handlers):
+                self._serve(generation, handlers)
+            case messages.AttachedAll():
+                self.attached_all = True
+            case messages.Exited(incarnation):
+                if link := self.links.get(incarnation):
+                    self._settle(link, message)
+            case messages.Recalled(incarnation, first, last):
+                if link := self.links.get(incarnation):
+                    self._recalled(link, first, last)
+            case messages.Retire(incarnation):
+                if link := self.links.get(incarnation):
+                    link.retiring = True
+                    self._recall(link)
+                    self._maybe_retired(link)
+            case messages.Drain():
+                self.draining = True
+                self.claimer.stop()
+                self._release_ready("drain")
+                for link in self.links.values():
+                    self._recall(link)
+            case messages.HandOver():
+                self.handing_over = True
+                self.hand_over_until = boottime() + HAND_OVER_S
+                self.claimer.stop()
+                self._release_ready("hand over")
+
+    def _may_leave(self) -> bool:
+        """Everything of ours is recorded, or it must wait for the successor."""
+        if boottime() >= self.hand_over_until or not self.recorder.session.up:
+            return True
+        return self.claimer.idle.is_set() and not self.pending and not self.ready and self.inbox.empty()
+
+    def _serve(self, generation: int, handlers: list[HandlerInfo]) -> None:
+        self.generation = generation
+        self.handlers = {h.type: h for h in handlers}
+        self.recorder.handlers = self.handlers
+        self.estimates.keep(self.handlers)
+        self.claimer.serve(frozenset(self.handlers))
+        self.keeper.wake.set()
+        for link in self.links.values():
+            if link.generation != generation:
+                self._recall(link)  # what is not begun runs on the new generation
+
+    # --- workers come and go
+
+    def _attach(self, message: messages.Attach, channel_fd: int, page_fd: int) -> None:
+        link = Link.open(message, channel_fd, page_fd)
+        self.links[link.incarnation] = link
+        self._by_fd[link.channel.fileno()] = link
+        # Edge-triggered: outcomes stay in the socket until they are recorded.
+        self.epoll.register(link.channel, select.EPOLLIN | select.EPOLLET)
+        if not message.fresh:
+            unstarted = link.adopt()
+            self._read_link(link)
+            if unstarted:
+                self._recall(link)
+
+    def _detach(self, link: Link) -> None:
+        """Its descriptor is duplicated in the master: a closed one would go on reporting."""
+        del self.links[link.incarnation]
+        if self._by_fd.pop(link.channel.fileno(), None) is not None:
+            self.epoll.unregister(link.channel)
+        link.close()
+
+    def _read_link(self, link: Link) -> None:
+        try:
+            for message in link.outcomes(self.config.jobs.max_result_bytes + 1024):
+                if not isinstance(message, messages.Up):
+                    self._outcome(link, message)
+        except ChannelClosed:
+            # Its end is announced by the master, with the reason; nothing more can come.
+            if self._by_fd.pop(link.channel.fileno(), None) is not None:
+                self.epoll.unregister(link.channel)
+
+    def _outcome(self, link: Link, message: messages.Done | messages.Broken) -> None:
+        number = message.number
+        if number not in link.held:
+            link.adopt_entry(number, link.page.lease_until_ns)
+            link.unfinished.pop(number, None)
+        held = link.held[number]
+        key = (link.incarnation, number)
+        ended_ns = message.started_ns + message.wall_ns
+        link.last_outcome_ns = ended_ns
+        figures = (message.wall_ns / 1e9, message.cpu_us / 1e6, message.peak_kb)
+        if held.job is not None:
+            self.estimates.learn(held.job.type, message.wall_ns)
+        if isinstance(message, messages.Done):
+            self._put(
+                Completed(key, held.id, held.token, held.attempt, message.result or None, ended_ns, *figures)
+            )
+        elif message.kind in ("interrupted", "unstarted"):
+            interrupted = message.kind == "interrupted"
+            reason = message.error or "the lease was not certain any more"
+            self._put(Released(key, held.id, held.token, interrupted, reason, ended_ns))
+        else:
+            wish = message.retry_after_s
+            self._put(
+                self._failed(
+                    key,
+                    held,
+                    message.kind,
+                    message.error,
+                    message.traceback or None,
+                    ended_ns,
+                    figures=figures,
+                    retry_after_s=wish if wish >= 0 else None,
+                )
+            )
+
+    def _failed(
+        self,
+        key: tuple[int, int],
+        held: Held,
+        kind: str,
+        error: str,
+        traceback: str | None,
+        ended_ns: int,
+        *,
+        figures: tuple[float, float | None, int | None] | None = None,
+        retry_after_s: float | None = None,
+        exited: messages.Exited | None = None,
+    ) -> Failed:
+        wall_s, cpu_s, peak_kb = figures or (None, None, None)
+        return Failed(
+            key=key,
+            id=held.id,
+            token=held.token,
+            attempt=held.attempt,
+            type=held.job.type if held.job else None,
+            max_attempts=held.max_attempts if held.job else None,
+            kind=kind,
+            error=error,
+            traceback=traceback,
+            ended_ns=ended_ns,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+            peak_kb=peak_kb,
+            signal=exited.signal if exited else None,
+            exit_code=exited.code if exited else None,
+            retry_after_s=retry_after_s,
+        )
+
+    def _put(self, work: Work) -> None:
+        self.pending += 1
+        self.recorder.put(work)
+
+    def _settle(self, link: Link, exited: messages.Exited) -> None:
+        """A worker is dead: what it sent is recorded, what it was on has crashed, the rest is ours again."""
+        self._read_link(link)
+        link.exited, link.recalling = exited, False
+        page, now_ns = link.page, boottime_ns()
+        current = page.current()
+        sent = {note.number for note in link.notes}
+        if current >= 0 and current not in sent:
+            if current not in link.held:
+                link.adopt_entry(current, page.lease_until_ns)
+            self._ended_with_worker(link, current, exited, now_ns)
+        elif current >= 0:
+            link.unfinished.pop(current, None)
+        self._give_back(link.take_back(*page.unstarted()))
+        link.settling = True
+        self._maybe_settled(link)
+
+    def _ended_with_worker(self, link: Link, number: int, exited: messages.Exited, now_ns: int) -> None:
+        """The attempt that ended with its worker."""
+        held = link.held[number]
+        key = (link.incarnation, number)
+        link.load_ns -= link.unfinished.pop(number, 0)
+        wall_s = (now_ns - link.page.started_at_ns) / 1e9
+        reason = StopReason(exited.reason) if exited.number == number else StopReason.NONE
+        how = str(process.ExitStatus(exited.signal, exited.code))
+        match reason:
+            case StopReason.FENCE:
+                # Somebody else may own the job by now: nothing may be written. Its lease ends by itself.
+                logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
+                self._count("lost", 1)
+                link.recorded(number)
+            case StopReason.DRAIN:
+                self._put(Released(key, held.id, held.token, True, f"drain: worker killed by {how}", now_ns))
+            case StopReason.TIMEOUT:
+                limit = held.limit_ns or link.page.entry(number).limit_ns
+                error = f"ran longer than its limit of {limit / 1e9:g} s and did not end when asked: killed"
+                self._put(
+                    self._failed(key, held, "timed_out", error, None, now_ns, figures=(wall_s, None, None), exited=exited)
+                )
+            case _:
+                error = f"worker killed by {how}" if exited.signal else f"worker ended by {how} during the job"
+                self._put(
+                    self._failed(key, held, "crashed", error, None, now_ns, figures=(wall_s, None, None), exited=exited)
+                )
+
+    def _maybe_settled(self, link: Link) -> None:
+        if link.settling and not link.held and all(note.recorded for note in link.notes):
+            self.master.send(messages.Settled(link.incarnation))
+            self._detach(link)
+
+    def _maybe_retired(self, link: Link) -> None:
+        if link.retiring and not link.held and not link.recalling and link.exited is None:
+            self.master.send(messages.Retired(link.incarnation))
+            link.retiring = False
+            link.generation = -1  # nothing more for it, whatever generation serves
+
+    # --- recall and release
+
+    def _recall(self, link: Link) -> None:
+        if not link.recalling and link.exited is None and link.unstarted():
+            link.recalling = True
+            self.master.send(messages.Recall(link.incarnation))
+
+    def _recalled(self, link: Link, first: int, last: int) -> None:
+        link.recalling = False
+        self._give_back(link.take_back(first, last))
+        self._maybe_retired(link)
+
+    def _give_back(self, taken: list[Held]) -> None:
+        """Run them elsewhere on this node, or release them."""
+        for held in reversed(taken):
+            if self.draining or self.handing_over or held.job is None or held.job.type not in self.handlers:
+                self._release(held, "not begun")
+            else:
+                self.ready.appendleft(held)
+
+    def _release(self, held: Held, reason: str) -> None:
+        if held.job is not None:
+            self.claimer.lower(held.job.queue, held.job.priority)
+        self._put(Released((0, 0), held.id, held.token, False, reason, boottime_ns()))
+
+    def _release_ready(self, reason: str) -> None:
+        while self.ready:
+            self._release(self.ready.popleft(), reason)
+
+    def _free_stuck(self, now_ns: int) -> None:
+        """Jobs behind one that runs longer than expected are taken back."""
+        for link in self.links.values():
+            if len(link.unfinished) > 1 and not link.recalling and link.exited is None:
+                current = link.page.current()
+                if current >= 0 and now_ns >= link.page.started_at_ns + STUCK_NS:
+                    self._recall(link)
+
+    # --- from the threads
+
+    def _read_inbox(self) -> None:
+        os.eventfd_read(self._inbox_fd)
+        while True:
+            try:
+                message = self.inbox.get_nowait()
+            except queue.Empty:
+                return
+            match message:
+                case Settled(keys, counts):
+                    self._settled(keys, counts)
+                case Renewed():
+                    self._renewed(message)
+                case (jobs, asked_ns):
+                    self._claimed(jobs, asked_ns)
+
+    def _settled(self, keys: list[tuple[int, int]], counts: dict[str, int]) -> None:
+        self.pending -= len(keys)
+        for name, number in counts.items():
+            self._count(name, number)
+        touched = set()
+        for incarnation, number in keys:
+            link = self.links.get(incarnation)
+            if link is not None:
+                link.recorded(number)
+                touched.add(incarnation)
+        for incarnation in touched:
+            link = self.links[incarnation]
+            self._maybe_settled(link)
+            self._maybe_retired(link)
+
+    def _count(self, name: str, number: int) -> None:
+        self.counters[name] = self.counters.get(name, 0) + number
+
+    def _renewed(self, answer: Renewed) -> None:
+        certain_ns = answer.asked_ns + int(self.config.daemon.lease_s * 1e9)
+        asked = dict(answer.asked)
+        for link in self.links.values():
+            for number in link.renewed(answer.kept, asked, certain_ns):
+                self._lost(link, number)
+        for held in list(self.ready):
+            if asked.get(held.id) == held.token:
+                if held.id in answer.kept:
+                    held.certain_ns = certain_ns
+                else:
+                    logger.warning("lease lost before the start", job_id=str(held.id))
+                    self.ready.remove(held)
+
+    def _lost(self, link: Link, number: int) -> None:
+        """Another owner has this job. One whose outcome is on its way to be recorded is looked up there."""
+        if any(note.number == number for note in link.notes):
+            return
+        if link.exited is not None:
+            return
+        logger.warning("lease lost", job_id=str(link.held[number].id), slot=link.slot)
+        self.master.send(messages.Fence(link.incarnation, number))
+        if link.page.current() != number:
+            self._recall(link)
+
+    # --- giving and claiming
+
+    def _claimed(self, jobs: list[ClaimedJob], asked_ns: int) -> None:
+        certain_ns = asked_ns + int(self.config.daemon.lease_s * 1e9)
+        late = boottime_ns() - asked_ns > STALE_S * 1e9
+        self._last_given = max(self._last_given, boottime() if not self.ready else 0.0)
+        for job in jobs:
+            handler = self.handlers.get(job.type)
+            limit = job.timeout_s or (handler and handler.timeout_s) or self.config.jobs.timeout_s
+            attempts = job.max_attempts or (handler and handler.max_attempts) or self.config.jobs.max_attempts
+            held = Held(job.id, job.token, job.attempt, certain_ns, job, int(limit * 1e9), attempts)
+            if late or handler is None or self.draining or self.handing_over:
+                self._release(held, "the claim's answer came too late" if late else "not begun")
+            else:
+                self.ready.append(held)
+
+    def _serving(self) -> list[Link]:
+        return [
+            link
+            for link in self.links.values()
+            if link.generation == self.generation and not link.retiring and link.exited is None
+        ]
+
+    def _assign(self) -> None:
+        if not self.ready or self.draining or self.handing_over:
+            return
+        links = self._serving()
+        fresh_ns = boottime_ns() + int(self.config.daemon.kill_grace_s * 1e9)
+        for link in sorted(links, key=lambda item: item.load_ns):
+            if not self.ready:
+                return
+            room = link.room()
+            if link.recalling or room < 1 or not self.budget.wants_more(link.load_ns, len(link.unfinished)):
+                continue
+            for held in self.ready:
+                assert held.job is not None
+                held.expected_ns = self.estimates.expected_ns(held.job.type)
+            self._give(link, room, len(links), fresh_ns)
+
+    def _give(self, link: Link, room: int, workers: int, fresh_ns: int) -> None:
+        waiting = [(h.expected_ns, min(len(h.job.payload), 32 * 1024)) for h in self.ready if h.job is not None]
+        count = self.budget.frame(waiting, backlog=len(waiting), workers=workers, room=room)
+        jobs = []
+        for _ in range(count):
+            held = self.ready.popleft()
+            if held.certain_ns > fresh_ns:
+                jobs.append(held)
+            else:
+                self._release(held, "the lease was not certain any more")
+        if not jobs:
+            return
+        self._last_given = boottime()
+        try:
+            link.give(jobs)
+        except (ChannelClosed, BlockingIOError):
+            # The entries stand in its page: they come back when it is recalled or settled.
+            self._recall(link)
+
+    def _claim(self) -> None:
+        if self.draining or self.handing_over or not self.attached_all:
+            return
+        links = self._serving()
+        idle = sum(1 for link in links if not link.unfinished)
+        stalled = not idle and boottime() >= self._last_given + READY_LIMIT_S
+        wanted = 0
+        if not stalled:
+            wanted = self.budget.demand(
+                idle=idle, workers=len(links), ready=len(self.ready), mean_ns=self.estimates.mean_ns
+            )
+        if wanted != self.claimer.wanted:
+            more = wanted > self.claimer.wanted
+            self.claimer.wanted = wanted
+            if more:
+                self.claimer.wake()
+
+    # --- the end
+
+    def kill_workers(self) -> None:
+        for link in self.links.values():
+            if link.page.pid and link.exited is None:
+                signal_group(link.page.pid, signal.SIGKILL)
+
+
+class KeeperThread(threading.Thread):
+    """Runs :class:`aqd.keeper.Keeper`, and tells the other nodes that this one lives and what it serves."""
+
+    def __init__(self, dispatcher: Dispatcher, start: messages.Start) -> None:
+        super().__init__(name="keeper", daemon=True)
+        self.dispatcher = dispatcher
+        self.start_message = start
+        self.wake = threading.Event()
+        self.session = Session(start.config.database, "keeper", dispatcher._schema)
+        self.keeper = keeper.Keeper(start.config, start.node_id)
+
+    def run(self) -> None:
+        while True:
+            try:
+                pause = self._step()
+            except (psycopg.Error, WorldError):
+                pause = self.session.pause_s() or 1.0
+            except Exception:
+                logger.exception("keeper fails")
+                pause = 5.0
+            self.wake.wait(pause)
+            self.wake.clear()
+
+    def _step(self) -> float:
+        dispatcher, start = self.dispatcher, self.start_message
+        if not dispatcher.generation:
+            return 0.1
+        state = keeper.NodeState(
+            node_id=start.node_id,
+            name=start.node_name,
+            pid=start.master_pid,
+            version=start.version,
+            generation=dispatcher.generation,
+            slots=start.config.daemon.slots,
+            types=sorted(dispatcher.handlers),
+            state="draining" if dispatcher.draining else "running",
+        )
+        self.session.run(keeper.node_seen, state)
+        return min(self.session.run(self.keeper.step, boottime()), start.config.keeper.node_ttl_s / 3)
+
+
+def main() -> NoReturn:
+    """Entry point of the process."""
+    held: list[Dispatcher] = []
+
+    def on_term(_number: int, _frame: object) -> None:
+        # The parent-death signal, or a TERM for the whole group: only the first ends us.
+        if os.getppid() != master:
+            for dispatcher in held:
+                dispatcher.kill_workers()
+            os._exit(Exit.ORPHANED)
+
+    master = int(sys.argv[1])
+    signal.signal(signal.SIGTERM, on_term)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    process.unblock_signals()
+    process.die_with_parent(master, signal.SIGTERM)
+    setproctitle("aqd: dispatcher")
+    code = Exit.ERROR
+    try:
+        ends = channel.from_fd(process.FIRST_PASSED_FD)
+        data, _ = channel.receive(ends)
+        start = messages.decode_to_dispatcher(data)
+        assert isinstance(start, messages.Start)
+        log.configure(start.config.log.level, start.config.log.format, process="dispatcher")
+        dispatcher = Dispatcher(ends, start)
+        held.append(dispatcher)
+        code = dispatcher.run()
+    except ChannelClosed:
+        code = Exit.ORPHANED
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            logger.exception("dispatcher fails")
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

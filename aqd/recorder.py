@@ -1,0 +1,348 @@
+"""The recorder: a thread of the dispatcher that writes outcomes down and renews leases, in batches.
+
+The main thread puts work into its queue: outcomes, releases, renewals, reconciliations. What came together is
+written together, one statement for each kind; the longer the database takes, the larger the next batch. For
+every outcome the main thread is told once it is *settled*: recorded, or found to be lost to another owner.
+Only then is it consumed from the worker's channel, so an outcome that could not be written yet survives
+both the database's absence and this process.
+
+Fails: while the database is away the same batch is tried again; a row that breaks a constraint is found by
+splitting the batch and put aside alone: a result that cannot be stored fails its job with that reason.
+"""
+
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import psycopg
+
+from aqd import log, retry, store
+from aqd.config import Config
+from aqd.database import Connection
+from aqd.errors import WorldError
+from aqd.hookspecs import Backoff, HandlerInfo
+from aqd.process import boottime_ns
+from aqd.sessions import Session
+from aqd.store import Completion, Failure, Release
+
+logger = log.get_logger("recorder")
+
+BATCH_MAX = 500
+# Jobs claimed or renewed by this node longer ago than this and not held by it are nobody's: the statement
+# of a killed dispatcher may still commit seconds after its death. Twice the claimer's STALE_S.
+RECONCILE_AGE_S = 10.0
+
+Key = tuple[int, int]  # (incarnation, number); incarnation 0: not from a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Entry ``key`` returned. ``ended_ns``: boot time."""
+
+    key: Key
+    id: int
+    token: int
+    attempt: int
+    result: str | None
+    ended_ns: int
+    wall_s: float
+    cpu_s: float
+    peak_kb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt that counts. ``type``, ``max_attempts`` are None if the job came from a predecessor and
+    only its id and token are known."""
+
+    key: Key
+    id: int
+    token: int
+    attempt: int
+    type: str | None
+    max_attempts: int | None
+    kind: str
+    error: str
+    traceback: str | None
+    ended_ns: int
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    peak_kb: int | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Given back with its attempt: unstarted, or interrupted by us."""
+
+    key: Key
+    id: int
+    token: int
+    interrupted: bool
+    reason: str
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    pairs: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    held: list[tuple[int, int]]
+
+
+Work = Completed | Failed | Released | Renewal | Reconciliation
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Told to the main thread: these entries are recorded (or lost, which was logged)."""
+
+    keys: list[Key]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Told to the main thread: leases run from ``asked_ns`` for ``kept``; the rest of ``asked`` is lost
+    unless it was recorded meanwhile."""
+
+    asked_ns: int
+    asked: list[tuple[int, int]]
+    kept: set[int]
+
+
+class Recorder(threading.Thread):
+    """``tell`` hands :class:`Settled` and :class:`Renewed` to the main thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        node_id: str,
+        tell: Callable[[Settled | Renewed], None],
+        schema: Callable[[Connection], None],
+    ) -> None:
+        super().__init__(name="recorder", daemon=True)
+        self.config = config
+        self.node_id = node_id
+        self.handlers: dict[str, HandlerInfo] = {}
+        self.session = Session(config.database, "recorder", schema)
+        self.pending = 0  # put and not settled; the main thread's own count of what it waits for
+        self._tell = tell
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._rng = random.Random()
+        self._stopping = threading.Event()
+
+    # --- for the main thread
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._queue.put(None)
+
+    # --- the thread
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            batch = self._take()
+            try:
+                self._write(batch)
+            except Exception:
+                # Not reached by any error of the database; an error of ours must not lose the batch.
+                logger.exception("recorder fails")
+                self._stopping.wait(1.0)
+                for work in batch:
+                    self._queue.put(work)
+        self.session.close()
+
+    def _take(self) -> list[Work]:
+        first = self._queue.get()
+        batch = [first]
+        while len(batch) < BATCH_MAX:
+            try:
+                batch.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return [work for work in batch if work is not None]
+
+    def _write(self, batch: list[Work]) -> None:
+        completed = [w for w in batch if isinstance(w, Completed)]
+        failed = [w for w in batch if isinstance(w, Failed)]
+        released = [w for w in batch if isinstance(w, Released)]
+        if completed:
+            self._persist(completed, self._record_completed)
+        if failed:
+            self._persist(failed, self._record_failed)
+        if released:
+            self._persist(released, self._release)
+        for work in batch:
+            if isinstance(work, Renewal):
+                self._renew(work)
+            elif isinstance(work, Reconciliation):
+                self._reconcile(work)
+
+    def _persist(self, items: list[T], write: Callable[[Sequence[T]], None]) -> None:
+        """Write until it is written; split when a row is at fault."""
+        while not self._stopping.is_set():
+            try:
+                write(items)
+                return
+            except psycopg.Error as error:
+                if not self.session.up or isinstance(error, psycopg.OperationalError):
+                    self._stopping.wait(self.session.pause_s() or 0.2)
+                    continue
+                if len(items) > 1:
+                    middle = len(items) // 2
+                    self._persist(items[:middle], write)
+                    self._persist(items[middle:], write)
+                    return
+                self._put_aside(items[0], error)
+                return
+            except WorldError:
+                self._stopping.wait(self.session.pause_s() or 1.0)
+
+    def _put_aside(self, item: object, error: psycopg.Error) -> None:
+        """One row that the database refuses: the others are written, this one fails with the reason."""
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        logger.error("outcome refused by the database", job_id=str(getattr(item, "id", "")), error=reason)
+        if isinstance(item, Completed):
+            text = f"the result cannot be stored: {reason}"
+            self._persist([_failed_for(item, text)], self._record_failed)
+        elif isinstance(item, Failed) and item.traceback is not None:
+            plain = replace(item, error=item.error.encode("ascii", "backslashreplace").decode(), traceback=None)
+            self._persist([plain], self._record_failed)
+        elif isinstance(item, Failed | Released):
+            self._settle([item.key], {"lost": 1})  # its lease will run out and be rescued
+
+    # --- the statements
+
+    def _record_completed(self, items: Sequence[Completed]) -> None:
+        now = boottime_ns()
+        rows = [
+            Completion(i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb) for i in items
+        ]
+        done = self.session.run(store.record_completed, rows)
+        self._after(items, done, "completed")
+
+    def _record_failed(self, items: Sequence[Failed]) -> None:
+        unknown = [i for i in items if i.max_attempts is None]
+        facts = self.session.run(store.job_facts, [i.id for i in unknown]) if unknown else {}
+        now = boottime_ns()
+        rows = []
+        for item in items:
+            type_, own_limit = facts.get(item.id, (item.type, item.max_attempts))
+            handler = self.handlers.get(type_ or "")
+            wait = self._decide(item, handler, own_limit)
+            rows.append(
+                Failure(
+                    id=item.id,
+                    token=item.token,
+                    kind=item.kind,
+                    error=item.error,
+                    traceback=item.traceback,
+                    retry_in_s=wait,
+                    age_s=(now - item.ended_ns) / 1e9,
+                    wall_s=item.wall_s,
+                    cpu_s=item.cpu_s,
+                    peak_kb=item.peak_kb,
+                    signal=item.signal,
+                    exit_code=item.exit_code,
+                )
+            )
+        done = self.session.run(store.record_failed, rows)
+        for item, row in zip(items, rows, strict=True):
+            if item.id in done:
+                fate = "FAILED" if row.retry_in_s is None else "retried"
+                logger.warning(
+                    f"attempt {item.kind}",
+                    job_id=str(item.id),
+                    type=item.type,
+                    attempt=item.attempt,
+                    error=item.error[:300],
+                    fate=fate,
+                    retry_in_s=None if row.retry_in_s is None else round(row.retry_in_s, 2),
+                )
+        self._after(items, done, None)
+
+    def _decide(self, item: Failed, handler: HandlerInfo | None, own_limit: int | None) -> float | None:
+        """Seconds until the retry, None for FAILED."""
+        jobs = self.config.jobs
+        limit = item.max_attempts or own_limit or (handler and handler.max_attempts) or jobs.max_attempts
+        backoff = (handler and handler.backoff) or Backoff(jobs.backoff_base_s, jobs.backoff_max_s)
+        decision = retry.decide(
+            item.kind, item.attempt, limit, backoff, self._rng, retry_after_s=item.retry_after_s
+        )
+        return decision.retry_in_s
+
+    def _release(self, items: Sequence[Released]) -> None:
+        now = boottime_ns()
+        rows = [Release(i.id, i.token, i.interrupted, i.reason, (now - i.ended_ns) / 1e9) for i in items]
+        done = self.session.run(store.release, rows, self.config.jobs.max_interruptions)
+        for item in items:
+            if item.interrupted and item.id in done:
+                logger.info("attempt interrupted, given back", job_id=str(item.id), reason=item.reason)
+        self._after(items, done, None)
+
+    def _renew(self, work: Renewal) -> None:
+        # Tried once: the next renewal is on its way, and fencing does not wait for us.
+        asked_ns = boottime_ns()
+        try:
+            kept = self.session.run(store.renew, work.pairs, self.config.daemon.lease_s)
+        except (psycopg.Error, WorldError):
+            return
+        self._tell(Renewed(asked_ns, work.pairs, kept))
+
+    def _reconcile(self, work: Reconciliation) -> None:
+        try:
+            released = self.session.run(store.reconcile, self.node_id, work.held, RECONCILE_AGE_S)
+        except (psycopg.Error, WorldError):
+            return
+        if released:
+            logger.warning("jobs that nobody held were released", jobs=released)
+
+    def _after(self, items: Sequence[Completed | Failed | Released], done: set[int], kind: str | None) -> None:
+        counts: dict[str, int] = {}
+        for item in items:
+            if item.id in done:
+                name = kind or (item.kind if isinstance(item, Failed) else _release_name(item))
+                counts[name] = counts.get(name, 0) + 1
+            else:
+                # Somebody else owns the job by now (or it is gone): this outcome changes nothing.
+                counts["lost"] = counts.get("lost", 0) + 1
+                logger.warning("lease lost, outcome dropped", job_id=str(item.id))
+        self._settle([i.key for i in items], counts)
+
+    def _settle(self, keys: list[Key], counts: dict[str, int]) -> None:
+        self._tell(Settled(keys, counts))
+
+
+def _release_name(item: object) -> str:
+    return "interrupted" if isinstance(item, Released) and item.interrupted else "released"
+
+
+def _failed_for(item: Completed, error: str) -> Failed:
+    return Failed(
+        key=item.key,
+        id=item.id,
+        token=item.token,
+        attempt=item.attempt,
+        type=None,
+        max_attempts=None,
+        kind="failed",
+        error=error,
+        traceback=None,
+        ended_ns=item.ended_ns,
+        wall_s=item.wall_s,
+        cpu_s=item.cpu_s,
+        peak_kb=item.peak_kb,
+    )

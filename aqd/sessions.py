@@ -1,0 +1,157 @@
+"""A thread's own database connection, with a deadline that holds.
+
+Used by the dispatcher: one session per duty (claimer, recorder, keeper), each with a thread of its own. The
+main thread calls :meth:`Session.check` at every tick; a statement that overstays has its socket shut down
+under it, which ends any wait at once, also for a peer that vanished without a word or a stopped backend, where
+``statement_timeout`` and keep-alives help late or not at all.
+
+Fails: every error of the connection passes to the caller as :class:`psycopg.Error`; the session then
+reconnects at the next use, after a pause that grows with jitter, so that a database that is away costs
+neither CPU nor a flood of log lines.
+"""
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+import psycopg
+
+from aqd import database, log
+from aqd.config import Database
+from aqd.database import Connection
+from aqd.process import boottime
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PAUSE_FIRST_S = 0.1
+PAUSE_MAX_S = 5.0
+# Beyond the server's own statement_timeout, which gives the better message.
+MARGIN_S = 2.0
+LOG_EVERY_S = 30.0
+
+
+class Session:
+    """A connection, made when needed. All methods but :meth:`check` and the properties belong to its thread.
+
+    ``prepare(conn)`` runs once on each new connection (LISTEN, a check of the schema).
+    """
+
+    def __init__(self, config: Database, name: str, prepare: Callable[[Connection], None] = lambda _: None) -> None:
+        self.config = config
+        self.name = name
+        self.up = False
+        self.error = ""
+        self.last_success = 0.0
+        self._prepare = prepare
+        self._connection: Connection | None = None
+        self._failures = 0
+        self._lock = threading.Lock()
+        self._deadline = 0.0
+        self._cut = False
+        self._log = log.get_logger(name)
+        self._suppressor = log.Suppressor(LOG_EVERY_S)
+
+    @property
+    def connection(self) -> Connection | None:
+        return self._connection
+
+    def run(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``work(connection, …)`` under the deadline; :class:`psycopg.Error` passes through, after which a
+        connection that is no longer usable has been dropped."""
+        connection = self._connection or self._connect()
+        self._begin()
+        try:
+            result = work(connection, *args, **kwargs)
+        except psycopg.Error as error:
+            self._end()
+            if self._cut or database.is_disconnect(error, connection):
+                self.failed(error)
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+        self.last_success = boottime()
+        return result
+
+    def pause_s(self) -> float:
+        """How long to wait before the next try after a failure; 0 while all is well."""
+        if not self._failures:
+            return 0.0
+        longest = min(PAUSE_FIRST_S * 2 ** min(self._failures, 10), PAUSE_MAX_S)
+        return random.uniform(longest / 2, longest)
+
+    def failed(self, error: BaseException) -> None:
+        """Drop the connection and note why."""
+        self._failures += 1
+        self.error = " ".join(str(error).split())[:300] or type(error).__name__
+        if self._cut:
+            self.error = f"no answer within the deadline of {self.config.statement_timeout_s + MARGIN_S:g} s"
+        write, suppressed = self._suppressor.allow("down")
+        if self.up or write:
+            self._log.warning("database away", error=self.error, suppressed=suppressed or None)
+        self.close()
+
+    def close(self) -> None:
+        self.up = False
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                connection.close()
+
+    def _connect(self) -> Connection:
+        self._cut = False
+        try:
+            connection = database.connect(self.config, f"aqd {self.name} {os.getpid()}", dispatcher=True)
+        except psycopg.Error as error:
+            self.failed(error)
+            raise
+        with self._lock:
+            self._connection = connection
+        self._begin()
+        try:
+            self._prepare(connection)
+        except BaseException as error:
+            self._end()
+            self.failed(error)
+            raise
+        self._end()
+        if self._failures:
+            self._log.info("database is back", failures=self._failures)
+            self._suppressor.reset("down")
+        self._failures, self.up, self.error = 0, True, ""
+        return connection
+
+    # --- the deadline
+
+    def _begin(self) -> None:
+        self._deadline = boottime() + self.config.statement_timeout_s + MARGIN_S
+
+    def _end(self) -> None:
+        self._deadline = 0.0
+
+    def extend(self, seconds: float) -> None:
+        """For the few statements that may take longer (a migration, a vacuum)."""
+        self._deadline = boottime() + seconds
+
+    def check(self, now: float) -> None:
+        """Called by the main thread: end a statement that overstays its deadline."""
+        deadline = self._deadline
+        if not deadline or now < deadline:
+            return
+        with self._lock:
+            if self._connection is None or not self._deadline:
+                return
+            try:
+                fd = os.dup(self._connection.pgconn.socket)
+            except (OSError, psycopg.Error):
+                return
+        self._cut = True
+        with contextlib.suppress(OSError), socket.socket(fileno=fd) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
