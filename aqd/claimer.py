@@ -185,7 +185,6 @@ class Claimer(threading.Thread):
         """LISTEN first, then look: what came in between is found by the look."""
         self._listening = self._asleep = False
         self._schema(connection)
-        self.book.reset()
         if self.config.database.notify:
             connection.add_notify_handler(self._on_notify)
             connection.execute(f"listen {CHANNEL}")  # type: ignore[arg-type]

@@ -68,6 +68,7 @@ class Database(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     statement_timeout_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
     notify: bool = True
     prepare: bool = True
+    migrate: bool = True
 
 
 class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -30,7 +30,7 @@ from typing import NoReturn
 import psycopg
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, keeper, log, messages, migrate, process
+from aqd import __version__, channel, keeper, log, messages, migrate, process, store
 from aqd.assign import Budget, Estimates
 from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
@@ -601,7 +601,7 @@ class KeeperThread(threading.Thread):
         dispatcher, start = self.dispatcher, self.start_message
         if not dispatcher.generation:
             return 0.1
-        state = keeper.NodeState(
+        state = store.NodeState(
             node_id=start.node_id,
             name=start.node_name,
             pid=start.master_pid,
@@ -611,7 +611,7 @@ class KeeperThread(threading.Thread):
             types=sorted(dispatcher.handlers),
             state="draining" if dispatcher.draining else "running",
         )
-        self.session.run(keeper.node_seen, state)
+        self.session.run(store.node_seen, state)
         return min(self.session.run(self.keeper.step, boottime()), start.config.keeper.node_ttl_s / 3)
 
 

@@ -6,15 +6,15 @@ every outcome the main thread is told once it is *settled*: recorded, or found t
 Only then is it consumed from the worker's channel, so an outcome that could not be written yet survives
 both the database's absence and this process.
 
-Fails: while the database is away the same batch is tried again; a row that breaks a constraint is found by
-splitting the batch and put aside alone: a result that cannot be stored fails its job with that reason.
+Fails: while the database is away the same batch is tried again. A row that breaks a constraint is put aside
+alone by the store: a result that cannot be stored fails its job with that reason.
 """
 
 import queue
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import psycopg
@@ -192,37 +192,16 @@ class Recorder(threading.Thread):
                 self._reconcile(work)
 
     def _persist(self, items: list[T], write: Callable[[Sequence[T]], None]) -> None:
-        """Write until it is written; split when a row is at fault."""
+        """Write until it is written. (The store itself puts aside a row that breaks a constraint.)"""
         while not self._stopping.is_set():
             try:
                 write(items)
                 return
-            except psycopg.Error as error:
-                if not self.session.up or isinstance(error, psycopg.OperationalError):
-                    self._stopping.wait(self.session.pause_s() or 0.2)
-                    continue
-                if len(items) > 1:
-                    middle = len(items) // 2
-                    self._persist(items[:middle], write)
-                    self._persist(items[middle:], write)
-                    return
-                self._put_aside(items[0], error)
-                return
-            except WorldError:
-                self._stopping.wait(self.session.pause_s() or 1.0)
-
-    def _put_aside(self, item: object, error: psycopg.Error) -> None:
-        """One row that the database refuses: the others are written, this one fails with the reason."""
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        logger.error("outcome refused by the database", job_id=str(getattr(item, "id", "")), error=reason)
-        if isinstance(item, Completed):
-            text = f"the result cannot be stored: {reason}"
-            self._persist([_failed_for(item, text)], self._record_failed)
-        elif isinstance(item, Failed) and item.traceback is not None:
-            plain = replace(item, error=item.error.encode("ascii", "backslashreplace").decode(), traceback=None)
-            self._persist([plain], self._record_failed)
-        elif isinstance(item, Failed | Released):
-            self._settle([item.key], {"lost": 1})  # its lease will run out and be rescued
+            except (psycopg.Error, WorldError) as error:
+                known = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
+                if not known:
+                    logger.error("outcomes refused by the database", error=log.describe(error), number=len(items))
+                self._stopping.wait(self.session.pause_s() or (0.2 if known else 2.0))
 
     # --- the statements
 
@@ -328,21 +307,3 @@ class Recorder(threading.Thread):
 
 def _release_name(item: object) -> str:
     return "interrupted" if isinstance(item, Released) and item.interrupted else "released"
-
-
-def _failed_for(item: Completed, error: str) -> Failed:
-    return Failed(
-        key=item.key,
-        id=item.id,
-        token=item.token,
-        attempt=item.attempt,
-        type=None,
-        max_attempts=None,
-        kind="failed",
-        error=error,
-        traceback=None,
-        ended_ns=item.ended_ns,
-        wall_s=item.wall_s,
-        cpu_s=item.cpu_s,
-        peak_kb=item.peak_kb,
-    )

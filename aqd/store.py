@@ -40,6 +40,7 @@ from aqd.store_read import (
     get_attempts,
     get_job,
     health,
+    job_facts,
     list_failed,
     list_jobs,
     list_nodes,
@@ -67,6 +68,7 @@ __all__ = [
     "get_job",
     "health",
     "is_disconnect",
+    "job_facts",
     "list_failed",
     "list_jobs",
     "list_nodes",
@@ -234,6 +236,11 @@ def reconcile(conn: Connection, node_id: str, held: Sequence[tuple[int, int]], o
         older_than_s=older_than_s,
     )
     return len(rows)
+
+
+def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, tuple[str, int | None]]:
+    """(type, max_attempts or None) of live jobs by id, for jobs taken over from a predecessor."""
+    return {row[0]: (row[1], row[2]) for row in run(conn, "job_facts", ids=int_array(ids))}
 
 
 def rescue(
