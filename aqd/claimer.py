@@ -187,7 +187,7 @@ class Claimer(threading.Thread):
         self._schema(connection)
         if self.config.database.notify:
             connection.add_notify_handler(self._on_notify)
-            connection.execute(f"listen {CHANNEL}")  # type: ignore[arg-type]
+            connection.execute(f"listen {CHANNEL}")
             self._listening = True
 
     def _on_notify(self, _: psycopg.Notify) -> None:

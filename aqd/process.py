@@ -95,7 +95,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, bl
         actions = [(os.POSIX_SPAWN_DUP2, fd, FIRST_PASSED_FD + n) for n, fd in enumerate(high)]
         return os.posix_spawn(
             argv[0],
-            argv,
+            list(argv),
             env,
             file_actions=actions,
             setsid=True,

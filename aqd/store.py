@@ -238,11 +238,6 @@ def reconcile(conn: Connection, node_id: str, held: Sequence[tuple[int, int]], o
     return len(rows)
 
 
-def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, tuple[str, int | None]]:
-    """(type, max_attempts or None) of live jobs by id, for jobs taken over from a predecessor."""
-    return {row[0]: (row[1], row[2]) for row in run(conn, "job_facts", ids=int_array(ids))}
-
-
 def rescue(
     conn: Connection, limit: int, backoff_base_s: float, backoff_max_s: float, default_max_attempts: int
 ) -> RescueResult:

@@ -129,10 +129,3 @@ with locked as materialized (
         error = excluded.error, traceback = null, failures = f.failures + 1
 )
 select c.id, c.exhausted from changed c
-
--- name: job_facts :many
--- What a dispatcher needs to decide about a job that it took over from a predecessor's page.
--- Index: primary key.
-select j.id, j.type, j.max_attempts
-from aqd.jobs j
-where j.id = any(:ids::bigint[])
