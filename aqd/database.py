@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import psycopg
-from psycopg import conninfo
+from psycopg import conninfo, sql
 
 from aqd import statements
 from aqd.config import Database
@@ -144,10 +144,17 @@ def is_disconnect(error: BaseException, conn: Connection) -> bool:
     """
     if conn.closed or conn.broken:
         return True
-    state = getattr(error, "sqlstate", None)
+    state: str | None = getattr(error, "sqlstate", None)
     if state is None:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
     return state[:2] == "08" or state[:3] == "57P" or state == "25006"
+
+
+def define(conn: Connection, name: str, /, **identifiers: str) -> None:
+    """Run a ``:ddl`` statement, which takes names instead of values and cannot be prepared."""
+    template = sql.SQL(statements.get(name).text.decode())
+    names = {key: sql.Identifier(value) for key, value in identifiers.items()}
+    conn.execute(template.format(**names), prepare=False)
 
 
 # --- array literals -------------------------------------------------------------------------------

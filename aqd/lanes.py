@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 class Taken(NamedTuple):
     """The rows that one lane of a plan gave: how many, and the last one's place."""
 
-    count: int
+    rows: int
     last: Floor
 
 
@@ -198,7 +198,7 @@ class Lanes:
             lane = self._lanes.get(key)
             mine = taken.get(key)
             if mine is not None:
-                limit -= mine.count
+                limit -= mine.rows
             if lane is not None:
                 behind = behind or lane.floor < lane.target
                 lane.floor = mine.last if mine is not None and limit <= 0 else drained

@@ -99,7 +99,7 @@ class SchemaStatus(NamedTuple):
 def load_files(directory: Path | None = None) -> list[Migration]:
     """The migrations that this aqd ships, in order."""
     directory = directory or data_dir("sql") / "migrations"
-    found = []
+    found: list[Migration] = []
     for path in sorted(directory.glob("*.sql")):
         match = _FILE.fullmatch(path.name)
         text = path.read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def load_files(directory: Path | None = None) -> list[Migration]:
 def status(conn: Connection, directory: Path | None = None) -> SchemaStatus:
     """Compare the database with the shipped files. Changes nothing."""
     files = load_files(directory)
-    applied = []
+    applied: list[Applied] = []
     if run(conn, "has_migrations")[0][0]:
         applied = [Applied(*row) for row in run(conn, "list_migrations")]
     return _compare(files, applied)

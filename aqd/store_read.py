@@ -4,11 +4,12 @@ Used through ``aqd.store``. Each function is one statement (``get_job`` up to th
 connection, bounded by its ``statement_timeout``. Moments are aware datetimes in UTC, JSON is text.
 """
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Final, NamedTuple
 
 from aqd import migrate
-from aqd.database import Connection, run
+from aqd.database import Connection, int_array, run
 from aqd.errors import ConflictError, NotFoundError
 
 # History has no index on the queue: a listing by queue looks this far back among finished jobs.
@@ -50,6 +51,9 @@ class JobFilter(NamedTuple):
     state: str | None = None
     type: str | None = None
     queue: str | None = None
+
+
+_ANY: Final = JobFilter()
 
 
 class EnqueuedJob(NamedTuple):
@@ -136,7 +140,7 @@ def get_job(conn: Connection, id: int) -> JobRow | None:
 
 
 def list_jobs(
-    conn: Connection, filters: JobFilter = JobFilter(), cursor: int | None = None, limit: int = 100
+    conn: Connection, filters: JobFilter = _ANY, cursor: int | None = None, limit: int = 100
 ) -> list[JobRow]:
     """Jobs with ids below ``cursor`` (the last id of the page before), newest first.
 
@@ -178,6 +182,11 @@ def list_failed(
 def get_attempts(conn: Connection, id: int) -> list[AttemptRow]:
     """The attempts of a job that did not complete, oldest first."""
     return [AttemptRow._make(row) for row in run(conn, "get_attempts", job_id=id)]
+
+
+def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, tuple[str, int | None]]:
+    """Type and own bound on attempts of live jobs, by id."""
+    return {row[0]: (row[1], row[2]) for row in run(conn, "job_facts", ids=int_array(ids))}
 
 
 def list_nodes(conn: Connection) -> list[NodeRow]:

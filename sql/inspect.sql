@@ -101,3 +101,10 @@ where n.seen_at > now() - :node_ttl_s::double precision * interval '1 second'
 select n.node_id, n.name, n.pid, n.version, n.generation, n.slots, n.types, n.state, n.started_at, n.seen_at
 from aqd.nodes n
 order by n.name, n.node_id
+
+-- name: job_facts :many
+-- What the recorder must know about a job that it has not claimed itself (a predecessor's).
+-- Index: primary key.
+select j.id, j.type, j.max_attempts
+from aqd.jobs j
+where j.id = any(:ids::bigint[])

@@ -140,7 +140,7 @@ alter table aqd.job_history detach partition aqd.{partition} finalize
 drop table if exists aqd.{partition}
 
 -- name: set_lock_timeout :exec
--- Around detaching, which must not queue behind a long reader for ever. Empty: back to the default.
+-- Around detaching, which must not queue behind a long reader for ever.
 -- Index: none.
 select set_config('lock_timeout', :value::text, false)
 
@@ -151,6 +151,8 @@ with old as materialized (
     select f.id, f.job_id, f.resolved_at is null as open
     from aqd.failed_jobs f
     where f.failed_at < now() - :failed_days::integer * interval '1 day'
+      and (f.resolved_at is not null
+           or not exists (select from aqd.jobs j where j.id = f.job_id and j.state <> 'FAILED'))
     order by f.id
     limit :limit::bigint
 ), locked as materialized (
