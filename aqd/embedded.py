@@ -219,6 +219,8 @@ def spawn(
     output: IO[bytes] | int = subprocess.DEVNULL,
     pass_fds: Iterable[int] = (),
     death_signal: int = signal.SIGINT,
+    directory: str = "/",
+    umask: int = 0o077,
 ) -> subprocess.Popen[bytes]:
     """Starts ``command`` as ``account`` in a session of its own; ``death_signal`` when we die.
 
@@ -237,9 +239,9 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        cwd="/",
+        cwd=directory,
         env=dict(environment),
-        umask=0o077,
+        umask=umask,
         start_new_session=True,
         pass_fds=tuple(pass_fds),
         user=account.pw_uid if account else None,
