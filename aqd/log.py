@@ -116,6 +116,19 @@ class _Socket:
         return self.sock.fileno()
 
 
+class _Nowhere:
+    """Standard error was closed when we started. Its number may lead anywhere later (to the database, for
+    one), so it is never written to."""
+
+    fd = -1
+
+    def write(self, line: bytes) -> bool:  # noqa: ARG002
+        return False
+
+    def close(self) -> None:
+        pass
+
+
 def _open_sink(fd: int) -> _Sink:
     """A sink that leads where ``fd`` leads; ``fd`` itself may be closed or redirected afterwards."""
     mode = os.fstat(fd).st_mode
@@ -145,6 +158,7 @@ class _State:
         self.journal = False
 
 
+_UNCONFIGURED = _Polled(2)
 _state = _State("info", True, "aqd", None)
 _context: dict[str, Any] = {}
 _dropped = 0
@@ -161,13 +175,14 @@ def configure(level: str, format: str, *, process: str, fd: int = 2, stdlib: boo
     """
     global _state
     try:
-        sink: _Sink | None = _open_sink(fd)
+        sink = _open_sink(fd)
         tty = os.isatty(fd)
-    except OSError:  # closed: a daemon without standard error goes on without a log
-        sink, tty = None, False
+        journal = _is_journal(fd)
+    except OSError:
+        sink, tty, journal = _Nowhere(), False, False
     new = _State(level, format == "human" or (format == "auto" and tty), process, sink)
     new.colour = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    new.journal = sink is not None and _is_journal(fd)
+    new.journal = journal
     old, _state = _state, new
     if old.sink is not None:
         old.sink.close()
@@ -190,7 +205,7 @@ def context(**fields: Any) -> None:
 
 def descriptor() -> int | None:
     """The log's own descriptor, for whoever closes all others after a fork; None without a log."""
-    return _state.sink.fd if _state.sink is not None else None
+    return _state.sink.fd if _state.sink is not None and _state.sink.fd >= 0 else None
 
 
 def dropped() -> int:
@@ -292,15 +307,10 @@ def _emit(level: str, name: str, event: str, fields: dict[str, Any]) -> None:
             values["dropped"] = _dropped
         render = _human if state.human else _json
         line = _fit(render, state, level, name, _text(event), values)
-        sink = state.sink or _default_sink()
-        done = sink.write(line)
+        done = (state.sink or _UNCONFIGURED).write(line)
     except Exception:  # a log must not be the reason why something fails
         done = False
     _dropped = 0 if done else _dropped + 1
-
-
-def _default_sink() -> _Sink:
-    return _Polled(2)
 
 
 def _fit(render: Any, state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:

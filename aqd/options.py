@@ -249,9 +249,8 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return msgspec.json.encode(
-            value.encode(errors="replace").decode()
-        ).decode()  # TOML's escapes are JSON's
+        text = msgspec.json.encode(value.encode(errors="replace").decode()).decode()
+        return text.replace("\x7f", "\\u007F")  # TOML's escapes are JSON's but for this one
     if isinstance(value, list):
         return f"[{', '.join(toml(item) for item in value)}]"
     if isinstance(value, dict):
