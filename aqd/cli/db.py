@@ -31,13 +31,11 @@ def migrate_command(app: App) -> None:
     from aqd import migrate
 
     with connect(app) as conn:
-        before = migrate.status(conn)
-        migrate.migrate(conn)
-        after = migrate.status(conn)
-    if before.current == after.current:
-        click.echo(f"the schema is at version {after.current} already")
-    else:
-        click.echo(f"the schema went from version {before.current or 'none'} to {after.current}")
+        applied = migrate.migrate(conn)
+        version = migrate.status(conn).current
+    for migration in applied:
+        click.echo(f"applied {migration.version:04} {migration.name} ({migration.kind})")
+    click.echo(f"the schema is at version {version}")
 
 
 @db_command.command("status")
@@ -46,20 +44,29 @@ def migrate_command(app: App) -> None:
 def status_command(app: App, as_json: bool) -> int:
     """Show the version of the schema; exit code 4 if it does not fit."""
     from aqd import migrate
-    from aqd.cli.output import print_json
+    from aqd.cli.output import print_json, print_table
 
     with connect(app) as conn:
         status = migrate.status(conn)
-    fits = status.current == status.wanted
     if as_json:
-        print_json(status)
+        print_json(
+            {
+                "current": status.current,
+                "wanted": status.wanted,
+                "ok": status.problem is None,
+                "problem": status.problem,
+                "applied": [entry._asdict() for entry in status.applied],
+                "pending": [f"{entry.version:04}_{entry.name}" for entry in status.pending],
+            }
+        )
     else:
-        click.echo(f"version {status.current or 'none'}, wanted {status.wanted}")
-        for name in status.pending:
-            click.echo(f"pending: {name}")
-        if not fits:
-            click.echo("run `aqd db migrate`" if status.pending else "this aqd is older than the schema")
-    return Exit.OK if fits else Exit.DATABASE
+        print_table(
+            ("version", "name", "kind", "applied"),
+            [(e.version, e.name, e.kind, e.applied_at) for e in status.applied]
+            + [(e.version, e.name, e.kind, "pending") for e in status.pending],
+        )
+        click.echo(status.problem or f"the schema is at version {status.current}, as this aqd needs it")
+    return Exit.OK if status.problem is None else Exit.DATABASE
 
 
 @db_command.command("reset")
@@ -73,7 +80,6 @@ def reset_command(app: App, yes: bool) -> None:
 
     with connect(app) as conn:
         migrate.reset(conn)
-        migrate.migrate(conn)
     click.echo("the schema is empty and new")
 
 

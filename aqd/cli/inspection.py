@@ -78,13 +78,13 @@ def _check_plugins(cfg: Any, findings: Findings) -> None:
 
 
 def _check_database(cfg: Any, findings: Findings) -> None:
+    import psycopg
+
+    from aqd import migrate, store
     from aqd.config import mask
     from aqd.errors import WorldError
 
     where = mask(cfg.database.url)
-    import psycopg
-
-    from aqd import migrate, store
 
     try:
         with store.connect(cfg.database, "aqd check") as conn:
@@ -159,5 +159,34 @@ def plugins_command(app: App, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_obj
 def health_command(app: App, as_json: bool) -> int:
-    """Whether jobs can be stored and somebody runs them: exit code 0 or 1."""
-    raise NotImplementedError
+    """Whether a job could be accepted now: exit code 0 or 1. Says how many nodes would run it."""
+    import psycopg
+
+    from aqd import config, store
+    from aqd.cli.output import print_json
+
+    cfg = config.load(app.config_path, os.environ)
+    document: dict[str, Any] = {
+        "status": "unavailable",
+        "database": "unavailable",
+        "reason": None,
+        "nodes": None,
+    }
+    try:
+        with store.connect(cfg.database, "aqd health") as conn:
+            document["database"] = "ok"
+            found = store.health(conn, cfg.keeper.node_ttl_s)
+        document |= {
+            "status": "unavailable" if found.problem else "ok",
+            "reason": found.problem,
+            "nodes": found.live_nodes,
+        }
+    except psycopg.Error as error:
+        document["reason"] = config.mask(" ".join(str(error).split()))
+    if as_json:
+        print_json(document)
+    elif document["reason"]:
+        click.echo(f"{document['status']}: {document['reason']}")
+    else:
+        click.echo(f"ok, live nodes: {document['nodes']}")
+    return Exit.OK if document["status"] == "ok" else Exit.ERROR

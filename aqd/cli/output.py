@@ -5,7 +5,6 @@ able to control the terminal of whoever looks at it. On a terminal tables fit it
 stays on one line however long, so that ``grep`` and ``awk`` work.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,18 +17,10 @@ WIDE = 100_000  # characters: no wrapping when nobody looks
 
 
 def print_json(value: Any) -> None:
-    """``value`` as JSON with two spaces of indentation; moments in ISO 8601, other things as text."""
-    click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False))
+    """``value`` as JSON with two spaces of indentation; what JSON does not know as text."""
+    import msgspec
 
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if hasattr(value, "__struct_fields__"):
-        return {name: getattr(value, name) for name in value.__struct_fields__}
-    if hasattr(value, "_asdict"):
-        return value._asdict()
-    return str(value)
+    click.echo(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
 
 
 def print_table(
@@ -41,7 +32,7 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [[cell(value) for value in row] for row in rows]
     if not cells:
         if empty:
             click.echo(empty)
@@ -58,7 +49,8 @@ def print_table(
     console.print(table)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as it stands in a table: printable, None as ``-``, moments in local time."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -66,7 +58,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, list | tuple | set | frozenset):
-        return ", ".join(_cell(item) for item in value) or "-"
+        return ", ".join(cell(item) for item in value) or "-"
     if hasattr(value, "astimezone"):
         return str(value.astimezone().strftime("%Y-%m-%d %H:%M:%S"))
     return printable(str(value))
