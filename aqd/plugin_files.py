@@ -211,7 +211,7 @@ def _in_folder(path: Path) -> Iterator[Candidate]:
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    if path.is_symlink() and isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
         return f"is a link to {os.readlink(path)}, which does not exist"
     return f"cannot be read: {error.strerror}"
 
