@@ -10,6 +10,7 @@ Fails: while the database is away the same batch is tried again. A row that brea
 alone by the store: a result that cannot be stored fails its job with that reason.
 """
 
+import contextlib
 import queue
 import random
 import threading
@@ -166,8 +167,20 @@ class Recorder(threading.Thread):
         self.session.close()
 
     def _take(self) -> list[Work]:
-        first = self._queue.get()
-        batch = [first]
+        """What has come together, at least one; meanwhile the connection is kept up."""
+        while True:
+            if self.session.connection is None:
+                with contextlib.suppress(psycopg.Error, WorldError):
+                    self.session.run(lambda _: None)
+            try:
+                batch = [
+                    self._queue.get(
+                        timeout=None if self.session.connection else self.session.pause_s() or 1.0
+                    )
+                ]
+                break
+            except queue.Empty:
+                continue
         while len(batch) < BATCH_MAX:
             try:
                 batch.append(self._queue.get_nowait())
@@ -200,7 +213,9 @@ class Recorder(threading.Thread):
             except (psycopg.Error, WorldError) as error:
                 known = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
                 if not known:
-                    logger.error("outcomes refused by the database", error=log.describe(error), number=len(items))
+                    logger.error(
+                        "outcomes refused by the database", error=log.describe(error), number=len(items)
+                    )
                 self._stopping.wait(self.session.pause_s() or (0.2 if known else 2.0))
 
     # --- the statements
@@ -208,7 +223,8 @@ class Recorder(threading.Thread):
     def _record_completed(self, items: Sequence[Completed]) -> None:
         now = boottime_ns()
         rows = [
-            Completion(i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb) for i in items
+            Completion(i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb)
+            for i in items
         ]
         done = self.session.run(store.record_completed, rows)
         self._after(items, done, "completed")
@@ -289,7 +305,9 @@ class Recorder(threading.Thread):
         if released:
             logger.warning("jobs that nobody held were released", jobs=released)
 
-    def _after(self, items: Sequence[Completed | Failed | Released], done: set[int], kind: str | None) -> None:
+    def _after(
+        self, items: Sequence[Completed | Failed | Released], done: set[int], kind: str | None
+    ) -> None:
         counts: dict[str, int] = {}
         for item in items:
             if item.id in done:
