@@ -47,6 +47,9 @@ _KEY_PASSWORD = re.compile(
     r"(?i)\b((?:ssl)?password|oauth_client_secret|scram_(?:client|server)_key)(\s*=\s*)('(?:\\.|[^'\\])*'?|[^\s&\"']+)"
 )
 
+# libpq quotes what it could not parse, which may be a piece of a password.
+_LIBPQ_QUOTE = re.compile(r"""(missing "=" after |percent-encoded (?:token|value): )"[^"]*"?""")
+
 
 def mask(text: str) -> str:
     """``text`` with the passwords of URLs and of libpq's conninfo strings replaced by ``***``."""
@@ -54,6 +57,8 @@ def mask(text: str) -> str:
         text = _URL_PASSWORD.sub(r"\1***@", _DATABASE_URL_PASSWORD.sub(r"\1***@", text))
     if "=" in text:
         text = _KEY_PASSWORD.sub(r"\1\2***", text)
+    if "percent-encoded" in text or 'missing "="' in text:
+        text = _LIBPQ_QUOTE.sub(r'\1"***"', text)
     return text
 
 

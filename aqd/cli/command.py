@@ -97,9 +97,17 @@ def aqd_command(ctx: click.Context, config_path: str | None) -> None:
 
 def run(args: Sequence[str]) -> int:
     """Run one command line, report its errors, return the exit code."""
+    if "_AQD_COMPLETE" in os.environ:  # the shell asks for completions
+        aqd_command.main(args=list(args), prog_name="aqd")
     try:
-        result = aqd_command.main(args=list(args), prog_name="aqd", standalone_mode=False)
+        # Not by click's own main(): it ends with 1 and without a word when the reader has gone, and
+        # prints an empty line for Ctrl-C.
+        with aqd_command.make_context("aqd", list(args)) as ctx:
+            result = aqd_command.invoke(ctx)
+            sys.stdout.flush()
         return int(result) if isinstance(result, int) else Exit.OK
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return Exit.USAGE
@@ -131,13 +139,23 @@ def _report(message: str, code: int) -> int:
     return int(code)
 
 
+# Undefined table, function, column, type; no such schema (PostgreSQL, appendix A).
+_NO_SCHEMA = ("42P01", "42883", "42703", "42704", "3F000")
+
+
 def _unexpected(error: Exception) -> int:
     from aqd.log import describe
 
     psycopg = sys.modules.get("psycopg")
     if psycopg is not None and isinstance(error, psycopg.Error):
+        if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
+            # Not from the server: libpq could not make sense of the URL.
+            return _report(f"database.url: {' '.join(str(error).split())}", Exit.CONFIG)
         if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             return _report(f"the database cannot be reached: {' '.join(str(error).split())}", Exit.DATABASE)
+        if error.sqlstate in _NO_SCHEMA:
+            message = "the database holds no schema of aqd, or another version of it: see `aqd db status`, `aqd db migrate`"
+            return _report(message, Exit.DATABASE)
         return _report(f"the database refused: {describe(error)}", Exit.DATABASE)
     if isinstance(error, OSError):
         return _report(describe(error), Exit.ERROR)
