@@ -15,7 +15,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from aqd.database import Connection, int_array, run, text_array
@@ -45,11 +44,8 @@ class ClaimedJob(NamedTuple):
     run_at_us: int
 
 
-# Columns behind those of ClaimedJob: the lane's place in the plan, the database's clock.
-_FIELDS: Final = len(ClaimedJob._fields)
-_ORD: Final = _FIELDS
-_NOW_US: Final = _FIELDS + 1
-_IN_ORDER: Final = itemgetter(_ORD, ClaimedJob._fields.index("run_at_us"), 0)
+# The column behind those of ClaimedJob: the database's clock.
+_NOW_US: Final = len(ClaimedJob._fields)
 
 
 class ClaimBook:
@@ -165,8 +161,9 @@ class ClaimBook:
         self._now_us = rows[0][_NOW_US]
         if rows[0][0] is None:
             rows.clear()
-        rows.sort(key=_IN_ORDER)
-        jobs = [ClaimedJob._make(row[:_FIELDS]) for row in rows]
+        jobs = [ClaimedJob._make(row[:_NOW_US]) for row in rows]
+        places = {key: place for place, key in enumerate(plan.lanes)}
+        jobs.sort(key=lambda job: (places[job.queue, job.priority], job.run_at_us, job.id))
         if self._lanes.took(plan, _taken(jobs), limit, self._now_us):
             self._lanes.swept(self._clock() - began)
         return jobs

@@ -110,11 +110,12 @@ def execute(conn: Connection, name: str, /, **params: Any) -> tuple[list[Row], i
     if len(params) != len(statement.params):
         raise BugError(f"{name} takes {statement.params}, was given {tuple(params)}")
     args = tuple([_plain(params[key]) for key in statement.params])
+    prepare = False if statement.fresh else None  # None: after a few runs
     tries = 0
     while True:
         cursor = psycopg.RawCursor(conn)
         try:
-            cursor.execute(statement.text, args or None, binary=True)
+            cursor.execute(statement.text, args or None, binary=True, prepare=prepare)
             rows = cursor.fetchall() if cursor.description is not None else []
             return rows, cursor.rowcount
         except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):

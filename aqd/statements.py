@@ -1,7 +1,7 @@
 """The named SQL statements of ``sql/*.sql``.
 
 Used by every process that talks to PostgreSQL. A file holds statements, each opened by a line
-``-- name: claim_jobs :many`` and followed by comments that say why it is written so and which index
+``-- name: claim_jobs :many`` (or ``:many fresh``: planned at each call) and followed by comments that say why it is written so and which index
 it uses. Parameters are written ``:name`` (as psql does) and become ``$1``, ``$2``, … here, so that
 the hot path hands libpq the final text and a tuple; every parameter carries a cast (``:ids::bigint[]``),
 so that its type never depends on the value.
@@ -21,7 +21,9 @@ from aqd.paths import data_dir
 
 KINDS = frozenset({"one", "many", "exec", "rows", "ddl"})
 
-_HEADER = re.compile(r"^-- name: (?P<name>[a-z][a-z0-9_]*) :(?P<kind>[a-z]+)[ \t]*$", re.MULTILINE)
+_HEADER = re.compile(
+    r"^-- name: (?P<name>[a-z][a-z0-9_]*) :(?P<kind>[a-z]+)(?P<fresh> fresh)?$", re.MULTILINE
+)
 # Quoted text and casts are matched only to be stepped over.
 _TOKEN = re.compile(
     r"(?P<keep>'(?:[^']|'')*'|\"[^\"]*\"|::)|(?P<comment>--[^\n]*)|(?P<end>;)|:(?P<param>[a-z_][a-z0-9_]*)"
@@ -35,6 +37,7 @@ class Statement(NamedTuple):
     kind: str  # one row, many rows, exec (no rows), rows (the count matters), ddl (a template)
     text: bytes
     params: tuple[str, ...]
+    fresh: bool  # never prepared, because a plan made for another size of the table would be a bad one
     comment: str
     file: str
 
@@ -69,11 +72,12 @@ def parse(source: str, path: Path) -> list[Statement]:
     result = []
     for header, following in zip(headers, [*headers[1:], None], strict=True):
         body = source[header.end() : following.start() if following else len(source)]
-        result.append(_statement(header["name"], header["kind"], body, path))
+        result.append(_statement(header, body, path))
     return result
 
 
-def _statement(name: str, kind: str, body: str, path: Path) -> Statement:
+def _statement(header: re.Match[str], body: str, path: Path) -> Statement:
+    name, kind = header["name"], header["kind"]
     if kind not in KINDS:
         raise BugError(f"{path}: {name}: unknown kind :{kind}")
     params: dict[str, int] = {}
@@ -94,4 +98,12 @@ def _statement(name: str, kind: str, body: str, path: Path) -> Statement:
     if not lines:
         raise BugError(f"{path}: {name}: holds no statement")
     text = f"/* aqd:{name} */ " + "\n".join(lines)
-    return Statement(name, kind, text.encode(), tuple(params), "\n".join(comments), path.name)
+    return Statement(
+        name=name,
+        kind=kind,
+        text=text.encode(),
+        params=tuple(params),
+        fresh=header["fresh"] is not None,
+        comment="\n".join(comments),
+        file=path.name,
+    )

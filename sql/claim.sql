@@ -10,22 +10,23 @@
 --   takes the next rows, in the end the whole queue.
 -- - The LIMIT inside the lateral step bounds a lane, the one outside the whole; rows are locked one
 --   by one as they are pulled, so nothing beyond the outer limit is locked.
+-- - The rows are then named by an array, so that only the primary key can find them (lease.sql, 2).
 -- - Known types only: an unknown type costs nobody an attempt.
 -- - Always at least one row: now_us is the database's clock, which the floors are made of.
 -- Index: jobs_ready, one range per lane; then the primary key.
 with lane as (
-    select l.queue, l.priority, l.ord,
+    select l.queue, l.priority,
            least(l.floor_at, l.slack_at) as from_at,
            case when l.floor_at <= l.slack_at then l.floor_id else 0 end as from_id
     from (
-        select u.queue, u.priority, u.floor_id, u.ord,
+        select u.queue, u.priority, u.floor_id,
                timestamptz 'epoch' + u.floor_us * interval '1 microsecond' as floor_at,
                now() - :slack_s::double precision * interval '1 second' as slack_at
         from unnest(:queues::text[], :priorities::smallint[], :floors_us::bigint[], :floor_ids::bigint[])
-             with ordinality as u(queue, priority, floor_us, floor_id, ord)
+             as u(queue, priority, floor_us, floor_id)
     ) as l
 ), picked as materialized (
-    select ready.id, lane.ord
+    select ready.id
     from lane cross join lateral (
         select j.id
         from aqd.jobs j
@@ -48,14 +49,12 @@ with lane as (
         lease_token = :token::bigint,
         lease_expires_at = now() + :lease_s::double precision * interval '1 second',
         node_id = :node_id::text
-    from picked p
-    where j.id = p.id
+    where j.id = any(array(select p.id from picked p))
     returning j.id, j.lease_token, j.type, j.queue, j.priority, j.payload::text as payload, j.attempt,
               j.max_attempts, j.timeout_s,
               (date_part('epoch', j.created_at) * 1000000::double precision)::bigint as created_at_us,
               j.interruptions, j.crashes,
-              (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us,
-              p.ord
+              (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us
 )
 select c.*, clock.now_us
 from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as now_us) as clock

@@ -81,15 +81,15 @@ with condemned as materialized (
     limit :limit::bigint
 ), locked as materialized (
     select j.id, j.type, j.queue, j.attempt
-    from front f join aqd.jobs j on j.id = f.id and j.state = 'QUEUED' and j.run_at <= now()
+    from aqd.jobs j
+    where j.id = any(array(select f.id from front f)) and j.state = 'QUEUED' and j.run_at <= now()
     order by j.id
-    for no key update of j skip locked
+    for no key update skip locked
 ), changed as (
     update aqd.jobs j
     set state = 'FAILED',
-        last_error = format('no node knows the type "%s"', l.type)
-    from locked l
-    where j.id = l.id
+        last_error = format('no node knows the type "%s"', j.type)
+    where j.id = any(array(select l.id from locked l))
     returning j.id, j.type
 ), dead as (
     insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error)
@@ -157,21 +157,20 @@ with old as materialized (
     limit :limit::bigint
 ), locked as materialized (
     select j.id
-    from old o join aqd.jobs j on j.id = o.job_id and j.state = 'FAILED'
-    where o.open
+    from aqd.jobs j
+    where j.id = any(array(select o.job_id from old o where o.open)) and j.state = 'FAILED'
     order by j.id
-    for update of j skip locked
+    for update skip locked
 ), jobs_gone as (
-    delete from aqd.jobs j using locked l where j.id = l.id returning j.id
+    delete from aqd.jobs j where j.id = any(array(select l.id from locked l)) returning j.id
 ), attempts_gone as (
-    delete from aqd.job_attempts a using jobs_gone g where a.job_id = g.id
+    delete from aqd.job_attempts a where a.job_id = any(array(select l.id from locked l))
 )
 delete from aqd.failed_jobs f
-using old o
-where f.id = o.id
-  and (not o.open
-       or o.job_id in (select g.id from jobs_gone g)
-       or not exists (select from aqd.jobs j where j.id = o.job_id))
+where f.id = any(array(select o.id from old o))
+  and (f.resolved_at is not null
+       or f.job_id in (select g.id from jobs_gone g)
+       or not exists (select from aqd.jobs j where j.id = f.job_id))
 
 -- name: prune_attempts :rows
 -- Attempts whose job has left: its history is dropped by day, its failure by prune_failed.

@@ -1,39 +1,50 @@
 -- Keeping, returning and taking back leases. Every change names id and token; the token is new for
--- every claim, so whoever lost a lease matches no row. Locks are taken in id order by a first,
--- materialised step: the order of an array does not order them, the plan does (22 deadlocks against 30
--- successes without it).
+-- every claim, so whoever lost a lease matches no row. Two shapes that recur here and in outcome.sql:
+--
+-- 1. Locks are taken in id order by a first, materialised step. The order of an array does not order them,
+--    the plan does: without it 22 deadlocks against 30 successes. FOR UPDATE inside the lateral step
+--    keeps the planner from turning the join round.
+-- 2. What is changed is named by "id = any(array(select ...))", not by a join alone. A queue is often empty
+--    when a statement is planned; a generic plan made then joins from aqd.jobs outwards, and later reads all
+--    of it for each batch: 15 s for 500 rows out of 20,000. An array can only be looked up in the index.
+--    Where each row gets values of its own, a join is needed, and the statement is marked "fresh": planned
+--    at each call, with the table as it is (about 0.5 ms).
 
 -- name: renew_leases :many
 -- Touches no indexed column, so that the update is HOT.
 -- Index: primary key.
 with locked as materialized (
-    select j.id
-    from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
-    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
-    order by j.id
-    for no key update of j
+    select held.id
+    from (select u.id, u.token from unnest(:ids::bigint[], :tokens::bigint[]) as u(id, token) order by u.id) as i
+    cross join lateral (
+        select j.id from aqd.jobs j where j.id = i.id and j.lease_token = i.token for no key update
+    ) as held
 )
 update aqd.jobs j
 set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
-from locked l
-where j.id = l.id
+where j.id = any(array(select l.id from locked l))
 returning j.id
 
--- name: release_jobs :many
+-- name: release_jobs :many fresh
 -- Back to QUEUED with the attempt returned; run_at stays, so that the job keeps its place. Interrupted
 -- ones (started, then stopped by us) are counted by themselves, and beyond the bound FAILED: without
 -- it a job that never survives a drain would run for ever.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue,
-           i.interrupted, i.reason,
+    select held.*, i.interrupted, i.reason,
            now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
-           i.interrupted and j.interruptions >= :max_interruptions::integer as exhausted
-    from unnest(:ids::bigint[], :tokens::bigint[], :interrupted::boolean[], :reasons::text[],
-                :ages_s::double precision[]) as i(id, token, interrupted, reason, age_s)
-    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
-    order by j.id
-    for no key update of j
+           i.interrupted and held.interruptions >= :max_interruptions::integer as exhausted
+    from (
+        select u.*
+        from unnest(:ids::bigint[], :tokens::bigint[], :interrupted::boolean[], :reasons::text[],
+                    :ages_s::double precision[]) as u(id, token, interrupted, reason, age_s)
+        order by u.id
+    ) as i
+    cross join lateral (
+        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue, j.interruptions
+        from aqd.jobs j where j.id = i.id and j.lease_token = i.token
+        for no key update
+    ) as held
 ), changed as (
     update aqd.jobs j
     set state = case when l.exhausted then 'FAILED' else 'QUEUED' end,
@@ -47,7 +58,7 @@ with locked as materialized (
 ), noted as (
     insert into aqd.job_attempts (job_id, attempt, kind, error, started_at, finished_at, node_id, lease_token)
     select l.id, l.attempt, 'interrupted', l.reason, l.claimed_at, l.finished_at, l.node_id, l.lease_token
-    from locked l join changed c on c.id = l.id
+    from locked l
     where l.interrupted
 ), dead as (
     insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error)
@@ -81,13 +92,12 @@ with held as materialized (
     set state = 'QUEUED',
         attempt = greatest(j.attempt - 1, 0),
         claimed_at = null, lease_token = null, lease_expires_at = null, node_id = null
-    from locked l
-    where j.id = l.id
+    where j.id = any(array(select l.id from locked l))
     returning j.id
 )
 select c.id from changed c where (select aqd.wake()) is not null
 
--- name: rescue_jobs :many
+-- name: rescue_jobs :many fresh
 -- Expired leases, judged by the database's clock. One statement: whatever was completed, released or
 -- claimed afresh in between is skipped or fails the condition, which is evaluated again on the row's
 -- newest version when its lock is taken. The attempt stays counted (a job that kills its node must
@@ -118,11 +128,11 @@ with locked as materialized (
 ), noted as (
     insert into aqd.job_attempts (job_id, attempt, kind, error, started_at, finished_at, node_id, lease_token)
     select l.id, l.attempt, 'lost', l.reason, l.claimed_at, now(), l.node_id, l.lease_token
-    from locked l join changed c on c.id = l.id
+    from locked l
 ), dead as (
     insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error)
     select l.id, now(), l.attempt, l.type, l.queue, 'lost', l.reason
-    from locked l join changed c on c.id = l.id
+    from locked l
     where l.exhausted
     on conflict (job_id) where resolved_at is null do update
     set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,

@@ -1,42 +1,42 @@
--- Writing outcomes down. As in lease.sql: id + token, locks in id order, never the state in a
--- condition (with state = 'PROCESSING' the planner may take jobs_running, full of dead entries).
+-- Writing outcomes down. In the two shapes of lease.sql, and never with the state in a condition: with
+-- state = 'PROCESSING' the planner may take jobs_running, full of dead entries.
 
 -- name: record_completed :many
--- Lock, delete from jobs, insert into history: one statement, so that a job is in exactly one of
--- the two whatever happens. A bad row or a missing partition leaves all of them PROCESSING. What the
--- recorder knows travels through the first step; joining it again later would be a nested loop over
--- all pairs. A failed_jobs record can be open only if the job was retried by hand.
+-- Lock, insert into history, delete from jobs: one statement, so that a job is in exactly one of the two
+-- whatever happens. A bad row or a missing partition leaves all of them PROCESSING. History is filled from
+-- the locked rows themselves (their newest versions), so that nothing is joined a second time: that would be
+-- a nested loop over all pairs. A failed_jobs record can be open only if the job was retried by hand.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select j.id, i.result, i.wall_s, i.cpu_s, i.peak_kb,
+    select held.*, i.result, i.wall_s, i.cpu_s, i.peak_kb,
            now() - least(greatest(i.age_s, 0), 86400) * interval '1 second' as finished_at
-    from unnest(:ids::bigint[], :tokens::bigint[], :results::text[], :ages_s::double precision[],
-                :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[])
-         as i(id, token, result, age_s, wall_s, cpu_s, peak_kb)
-    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
-    order by j.id
-    for update of j
-), gone as (
-    delete from aqd.jobs j
-    using locked l
-    where j.id = l.id
-    returning j.*, l.result, l.wall_s, l.cpu_s, l.peak_kb, l.finished_at
+    from (
+        select u.*
+        from unnest(:ids::bigint[], :tokens::bigint[], :results::text[], :ages_s::double precision[],
+                    :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[])
+             as u(id, token, result, age_s, wall_s, cpu_s, peak_kb)
+        order by u.id
+    ) as i
+    cross join lateral (
+        select j.* from aqd.jobs j where j.id = i.id and j.lease_token = i.token for update
+    ) as held
 ), kept as (
     insert into aqd.job_history (
         id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
         max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
         payload, result)
-    select g.id, g.finished_at, g.run_at, g.created_at, g.claimed_at, g.lease_token, g.timeout_s, g.wall_s,
-           g.cpu_s, g.peak_kb, g.max_attempts, g.attempt, g.crashes, g.interruptions, g.retries, g.priority,
-           'COMPLETED', g.type, g.queue, g.node_id, g.payload, g.result::jsonb
-    from gone g
+    select l.id, l.finished_at, l.run_at, l.created_at, l.claimed_at, l.lease_token, l.timeout_s, l.wall_s,
+           l.cpu_s, l.peak_kb, l.max_attempts, l.attempt, l.crashes, l.interruptions, l.retries, l.priority,
+           'COMPLETED', l.type, l.queue, l.node_id, l.payload, l.result::jsonb
+    from locked l
 ), resolved as (
     update aqd.failed_jobs f
     set resolved_at = now(), resolution = 'completed'
-    from gone g
-    where g.retries > 0 and f.job_id = g.id and f.resolved_at is null
+    where f.job_id = any(array(select l.id from locked l where l.retries > 0)) and f.resolved_at is null
 )
-select g.id from gone g
+delete from aqd.jobs j
+where j.id = any(array(select l.id from locked l))
+returning j.id
 
 -- name: find_completed :many
 -- "0 rows" means lost, or already written by a COMMIT whose answer was lost: the token tells. The
@@ -51,21 +51,28 @@ cross join lateral (
     limit 1
 ) as h
 
--- name: record_failed :many
+-- name: record_failed :many fresh
 -- A failed attempt: QUEUED again after retry_in_s, or FAILED where that is null. The FAILED row stays
 -- in jobs, to be retried by hand, and gets a failed_jobs record.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue,
-           i.kind, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal, i.exit_code,
-           now() - greatest(i.age_s, 0) * interval '1 second' as finished_at
-    from unnest(:ids::bigint[], :tokens::bigint[], :kinds::text[], :errors::text[], :tracebacks::text[],
-                :retries_in_s::double precision[], :ages_s::double precision[], :walls_s::double precision[],
-                :cpus_s::double precision[], :peaks_kb::bigint[], :signals::integer[], :exit_codes::integer[])
-         as i(id, token, kind, error, traceback, retry_in_s, age_s, wall_s, cpu_s, peak_kb, signal, exit_code)
-    join aqd.jobs j on j.id = i.id and j.lease_token = i.token
-    order by j.id
-    for no key update of j
+    select held.*, i.kind, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal,
+           i.exit_code, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at
+    from (
+        select u.*
+        from unnest(:ids::bigint[], :tokens::bigint[], :kinds::text[], :errors::text[], :tracebacks::text[],
+                    :retries_in_s::double precision[], :ages_s::double precision[],
+                    :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[],
+                    :signals::integer[], :exit_codes::integer[])
+             as u(id, token, kind, error, traceback, retry_in_s, age_s, wall_s, cpu_s, peak_kb, signal,
+                  exit_code)
+        order by u.id
+    ) as i
+    cross join lateral (
+        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue
+        from aqd.jobs j where j.id = i.id and j.lease_token = i.token
+        for no key update
+    ) as held
 ), changed as (
     update aqd.jobs j
     set state = case when l.retry_in_s is null then 'FAILED' else 'QUEUED' end,
