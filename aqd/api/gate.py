@@ -1,0 +1,228 @@
+"""The gate: gunicorn's threaded worker, with clients waited for in the event loop only.
+
+Runs in the API's workers, as gunicorn's ``worker_class``. gunicorn's own threaded worker gives a
+thread to a connection with the first byte of a request and then reads without a deadline: as many slow
+clients as there are threads stop every answer, ``/health`` included (sixteen, with our defaults). Here a
+thread gets a request when the whole of it has arrived (bodies are small: ``max_body``).
+
+Promises: a connection that has not sent its request in time is answered 408 and closed, one whose chunks
+are too much 413; waiting connections are bounded in number and in bytes, and the one that has waited
+longest makes room; writing an answer has a deadline; errors that gunicorn finds before Falcon are problem
+documents too.
+
+Rests on these names of gunicorn's ``gthread``, which a test checks: ``enqueue_req``, ``murder_pending``,
+``poller``, ``nr_conns``, ``TConn.init``, ``parser.unreader.{take_buffered,unread}``, ``handle_request``.
+"""
+
+import contextlib
+import selectors
+import socket
+import time
+from typing import Any
+
+from gunicorn.workers.gthread import TConn, ThreadWorker  # type: ignore[import-untyped]
+
+from aqd.api import problems
+from aqd.api.framing import Frame
+from aqd.log import get_logger
+
+MAX_WAITING = 512
+MAX_WAITING_BYTES = 64 << 20
+HEAD_TIMEOUT_S = 10.0
+# After a refusal, how long we listen to the rest so that the client gets to read the answer (RFC 9112, 9.6).
+LINGER_S = 2.0
+_READ = 1 << 18
+_REASONS = {408: "Request Timeout", 413: "Content Too Large"}
+
+log = get_logger("gate")
+
+
+class Waiting:
+    """A connection whose request has not arrived in full; or, ``refused``, whose rest is of no interest."""
+
+    __slots__ = ("conn", "deadline", "frame", "refused")
+
+    def __init__(self, conn: TConn, frame: Frame, deadline: float) -> None:
+        self.conn = conn
+        self.frame = frame
+        self.deadline = deadline
+        self.refused = False
+
+
+class GateWorker(ThreadWorker):  # type: ignore[misc]
+    """``max_body`` and ``request_timeout_s`` are set by the server before the fork."""
+
+    max_body = 1 << 20
+    request_timeout_s = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting: dict[socket.socket, Waiting] = {}  # in order of arrival
+        self._waiting_bytes = 0
+
+    # --- in the event loop ------------------------------------------------------------------------
+
+    def enqueue_req(self, conn: TConn) -> None:
+        """gunicorn's word for "this connection may have a request": a thread, if it has a whole one."""
+        try:
+            conn.init()
+            conn.sock.setblocking(False)
+            self.poller.register(conn.sock, selectors.EVENT_READ, self._on_readable)
+        except OSError:
+            self._close(conn)
+            return
+        deadline = time.monotonic() + min(HEAD_TIMEOUT_S, self.request_timeout_s)
+        waiting = Waiting(conn, Frame(self.max_body), deadline)
+        self._waiting[conn.sock] = waiting
+        leftover = conn.parser.unreader.take_buffered()  # of a pipelining client
+        if leftover:
+            self._feed(waiting, leftover)
+        if conn.sock in self._waiting:
+            self._on_readable(conn.sock)  # what has already come saves a turn of the loop
+        self._make_room()
+
+    def _on_readable(self, sock: socket.socket) -> None:
+        waiting = self._waiting.get(sock)
+        if waiting is None:
+            return
+        try:
+            data = sock.recv(_READ)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._drop(waiting)
+            return
+        if waiting.refused:
+            if not data:
+                self._drop(waiting)
+        elif data:
+            self._feed(waiting, data)
+        elif waiting.frame.buffer:
+            self._hand_over(waiting)  # gunicorn says what is missing
+        else:
+            self._drop(waiting)
+
+    def _feed(self, waiting: Waiting, data: bytes) -> None:
+        frame = waiting.frame
+        had_head, expected = frame.has_head, frame.expects_continue
+        self._waiting_bytes += len(data)
+        whole = frame.feed(data)
+        if frame.too_large:
+            self._refuse(
+                waiting, 413, f"the body may have at most {self.max_body} bytes", bound=self.max_body
+            )
+        elif whole:
+            self._hand_over(waiting)
+        elif frame.has_head and not had_head:
+            waiting.deadline = time.monotonic() + self.request_timeout_s
+        if not whole and frame.expects_continue and not expected:
+            with contextlib.suppress(OSError):
+                waiting.conn.sock.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def murder_pending(self) -> None:
+        """Called by gunicorn in each turn of its loop, at least once a second."""
+        super().murder_pending()
+        now = time.monotonic()
+        for waiting in list(self._waiting.values()):
+            idle = not waiting.frame.buffer
+            if waiting.deadline > now and (self.alive or not idle):
+                continue
+            if idle or waiting.refused:
+                self._drop(waiting)
+            else:
+                self._refuse(waiting, 408, "the request did not arrive in time")
+
+    def _make_room(self) -> None:
+        limit = min(MAX_WAITING, max(1, self.worker_connections // 2))
+        while len(self._waiting) > limit or self._waiting_bytes > MAX_WAITING_BYTES:
+            self._drop(next(iter(self._waiting.values())))
+
+    def _hand_over(self, waiting: Waiting) -> None:
+        self._forget(waiting)
+        conn = waiting.conn
+        conn.parser.unreader.unread(bytes(waiting.frame.buffer))
+        conn.data_ready = True
+        super().enqueue_req(conn)
+
+    def _refuse(self, waiting: Waiting, status: int, detail: str, **members: Any) -> None:
+        """Answer here, and listen for a moment without keeping what comes."""
+        problem = problems.Problem(status, detail, **members)
+        sock = waiting.conn.sock
+        try:
+            sock.send(_raw_answer(status, _REASONS[status], problem.body()))
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._drop(waiting)
+            return
+        waiting.refused = True
+        waiting.deadline = time.monotonic() + LINGER_S
+        self._waiting_bytes -= len(waiting.frame.buffer)
+        waiting.frame.buffer.clear()
+
+    def _forget(self, waiting: Waiting) -> None:
+        sock = waiting.conn.sock
+        del self._waiting[sock]
+        self._waiting_bytes -= len(waiting.frame.buffer)
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            self.poller.unregister(sock)
+
+    def _drop(self, waiting: Waiting) -> None:
+        self._forget(waiting)
+        self._close(waiting.conn)
+
+    def _close(self, conn: TConn) -> None:
+        self.nr_conns -= 1
+        conn.close()
+
+    # --- in a thread ------------------------------------------------------------------------------
+
+    def handle_request(self, req: Any, conn: TConn) -> Any:
+        """A deadline for what still touches the socket: a body that is too large, and the answer."""
+        conn.sock.settimeout(self.request_timeout_s)
+        try:
+            return super().handle_request(req, conn)
+        except TimeoutError:
+            log.info("client too slow", peer=str(conn.client))
+            raise StopIteration from None  # gunicorn closes the connection
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:
+        """As gunicorn's, which knows the status of each error, but as a problem document."""
+        super().handle_error(req, _ProblemSocket(client), addr, exc)
+
+
+class _ProblemSocket:
+    """Takes gunicorn's own HTML error answer and sends the same as a problem document instead."""
+
+    def __init__(self, sock: Any) -> None:
+        self._sock = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendall(self, data: bytes) -> None:
+        head, _, html = bytes(data).partition(b"\r\n\r\n")
+        words = head.split(b"\r\n")[0].decode("latin-1").split(" ", 2)
+        status = int(words[1]) if len(words) == 3 and words[1].isdigit() else 500
+        reason = words[2] if len(words) == 3 else "Error"
+        problem = problems.Problem(status, _detail(html, reason))
+        self._sock.settimeout(5.0)
+        self._sock.sendall(_raw_answer(status, reason, problem.body()))
+
+
+def _detail(html: bytes, reason: str) -> str:
+    """The sentence in gunicorn's page; nothing of the request is echoed beyond what it printed."""
+    import html as html_module
+    import re
+
+    found = re.search(rb"</h1>\s*(.*?)\s*</body>", html, re.DOTALL)
+    text = html_module.unescape(found[1].decode("latin-1")) if found else ""
+    text = " ".join(text.encode("ascii", "backslashreplace").decode().split())
+    return text[:200] or reason
+
+
+def _raw_answer(status: int, reason: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: {problems.MEDIA_TYPE}\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode("latin-1") + body

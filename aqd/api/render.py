@@ -1,0 +1,174 @@
+"""Rows as JSON documents, and pages of them.
+
+Pure. Runs in the API's workers. Ids are strings, moments RFC 3339 in UTC, payload and result the JSON
+text that PostgreSQL holds, passed through without being parsed.
+"""
+
+import base64
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from aqd.errors import InputError
+from aqd.job import MAX_ID, show
+from aqd.store import AttemptRow, EnqueuedJob, FailedJobRow, Health, JobRow
+
+Row = TypeVar("Row")
+
+
+def moment(value: datetime | None) -> str | None:
+    """``2026-11-29T17:40:01.123456Z``."""
+    return None if value is None else value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def raw(text: str | None) -> msgspec.Raw | None:
+    """JSON text, to stand in a document as it is."""
+    return None if text is None else msgspec.Raw(text.encode())
+
+
+def cursor(kind: str, last_id: int) -> str:
+    """Where the next page begins; opaque to clients, so that it may change. ``kind`` is the list's."""
+    return base64.urlsafe_b64encode(f"{kind}{last_id}".encode()).rstrip(b"=").decode()
+
+
+def read_cursor(kind: str, text: str) -> int:
+    """The inverse; :class:`InputError` for anything that :func:`cursor` did not make."""
+    try:
+        plain = base64.urlsafe_b64decode(text.encode("ascii") + b"=" * (-len(text) % 4)).decode("ascii")
+    except ValueError:
+        plain = ""
+    number = plain.removeprefix(kind)
+    if (
+        plain.startswith(kind)
+        and number.isdigit()
+        and 0 < int(number[:20]) <= MAX_ID
+        and cursor(kind, int(number)) == text
+    ):
+        return int(number)
+    raise InputError("cursor", f"{show(text)} is no cursor of this list; use next_cursor of the page before")
+
+
+def page(
+    name: str,
+    rows: Sequence[Row],
+    limit: int,
+    kind: str,
+    id_of: Callable[[Row], int],
+    render: Callable[[Row], Any],
+) -> dict[str, Any]:
+    """One page from up to ``limit + 1`` rows; ``next_cursor`` is null on the last one."""
+    more = len(rows) > limit
+    shown = rows[:limit]
+    return {
+        name: [render(row) for row in shown],
+        "next_cursor": cursor(kind, id_of(shown[-1])) if more else None,
+    }
+
+
+def enqueued(row: EnqueuedJob) -> dict[str, Any]:
+    """What submitting or retrying answers. ``jobId`` is ``id`` for clients of earlier systems."""
+    return {
+        "id": str(row.id),
+        "jobId": str(row.id),
+        "status": row.state,
+        "run_at": moment(row.run_at),
+        "created_at": moment(row.created_at),
+    }
+
+
+def job(row: JobRow) -> dict[str, Any]:
+    """A job in a list: everything but payload, result and attempts."""
+    return {
+        "id": str(row.id),
+        "status": row.state,
+        "type": row.type,
+        "queue": row.queue,
+        "priority": row.priority,
+        "attempt": row.attempt,
+        "max_attempts": row.max_attempts,
+        "timeout_s": row.timeout_s,
+        "retries": row.retries,
+        "run_at": moment(row.run_at),
+        "created_at": moment(row.created_at),
+        "started_at": moment(row.claimed_at),
+        "finished_at": moment(row.finished_at),
+        "node": row.node_id,
+        "error": row.last_error,
+    }
+
+
+def job_in_full(row: JobRow, attempts: Sequence[AttemptRow]) -> dict[str, Any]:
+    """One job: payload, result, what it used, and the attempts that did not complete, oldest first."""
+    return job(row) | {
+        "jobId": str(row.id),
+        "payload": raw(row.payload),
+        "result": raw(row.result),
+        "timings": {
+            "waited_s": _seconds_between(row.created_at, row.claimed_at),
+            "wall_s": row.wall_s,
+            "cpu_s": row.cpu_s,
+            "peak_kb": row.peak_kb,
+        },
+        "crashes": row.crashes,
+        "interruptions": row.interruptions,
+        "attempts": [attempt(each) for each in attempts],
+    }
+
+
+def attempt(row: AttemptRow) -> dict[str, Any]:
+    """An attempt that did not complete."""
+    return {
+        "attempt": row.attempt,
+        "kind": row.kind,
+        "error": row.error,
+        "traceback": row.traceback,
+        "signal": row.signal,
+        "exit_code": row.exit_code,
+        "started_at": moment(row.started_at),
+        "finished_at": moment(row.finished_at),
+        "wall_s": row.wall_s,
+        "cpu_s": row.cpu_s,
+        "peak_kb": row.peak_kb,
+        "node": row.node_id,
+        "output": row.output,
+    }
+
+
+def failed_job(row: FailedJobRow) -> dict[str, Any]:
+    """A dead-letter record; ``id`` is the record's, ``job_id`` the job's, ``status`` what became of it."""
+    return {
+        "id": str(row.id),
+        "job_id": str(row.job_id),
+        "status": row.state,
+        "type": row.type,
+        "queue": row.queue,
+        "kind": row.kind,
+        "error": row.error,
+        "traceback": row.traceback,
+        "attempts": row.attempts,
+        "failures": row.failures,
+        "failed_at": moment(row.failed_at),
+        "retried_at": moment(row.retried_at),
+        "resolved_at": moment(row.resolved_at),
+        "resolution": row.resolution,
+    }
+
+
+def health(found: Health) -> dict[str, Any]:
+    """Status, schema and nodes. No node is no failure: jobs are accepted, and wait."""
+    fits = found.problem is None
+    schema: dict[str, Any] = {"ok": fits, "current": found.schema_current, "wanted": found.schema_wanted}
+    if not fits:
+        schema["reason"] = found.problem
+    return {
+        "status": "ok" if fits else "unavailable",
+        "database": "ok",
+        "schema": schema,
+        "nodes": {"live": found.live_nodes},
+    }
+
+
+def _seconds_between(begin: datetime, end: datetime | None) -> float | None:
+    return None if end is None else round((end - begin).total_seconds(), 6)

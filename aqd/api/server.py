@@ -1,0 +1,162 @@
+"""``aqd api``: gunicorn with the application, as a service of its own or as a child of the master.
+
+Processes: gunicorn's arbiter (this module's :func:`run`) and its workers, each with a pool of database
+connections made after the fork. Workers die with the arbiter, and under ``aqd run --with-api`` the
+arbiter dies with the master, so that the port is free for a successor at once (without this, workers
+held it for 13 s after a kill -9 of the arbiter).
+
+SIGTERM ends in order, SIGHUP reads the configuration again (host and port stay; a broken configuration
+is refused and the old one serves on). Fails with exit code :data:`Exit.ERROR` when the address is taken.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+from typing import Any
+
+from gunicorn import glogging  # type: ignore[import-untyped]
+from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
+
+from aqd import config, log, paths, process, systemd
+from aqd.api import app
+from aqd.api.gate import GateWorker
+from aqd.config import Config
+from aqd.errors import AqdError, Exit, WorldError
+from aqd.log import get_logger
+
+BACKLOG = 1024
+_WANTED_FILES = 4096
+
+logger = get_logger("api")
+
+
+def run(cfg: Config, config_path: str | None, *, fd: int | None = None) -> int:
+    """Serve until told to stop; returns the exit code. ``fd`` is a bound socket, handed down."""
+    log.configure(cfg.log.level, cfg.log.format, process="api")
+    if fd is not None:
+        systemd.strip_environment(os.environ)
+    elif os.environ.get("LISTEN_PID") != str(os.getpid()):  # else systemd has bound the socket
+        fd = _listen(cfg.api.host, cfg.api.port)
+    _raise_file_limit()
+    try:
+        Server(cfg, config_path, fd).run()
+    except SystemExit as exit:
+        return Exit.OK if exit.code in (0, None) else Exit.ERROR
+    return Exit.OK
+
+
+class Server(BaseApplication):  # type: ignore[misc]
+    """gunicorn's view of us: settings, and the application for each worker."""
+
+    def __init__(self, cfg: Config, config_path: str | None, fd: int | None) -> None:
+        self._aqd = cfg
+        self._config_path = config_path
+        self._fd = fd
+        super().__init__()
+
+    def load_config(self) -> None:
+        """The shipped gunicorn.conf.py, then what aqd.toml says. Called again on SIGHUP."""
+        settings = runpy.run_path(str(paths.data_dir("etc") / "gunicorn.conf.py"))
+        for name, value in settings.items():
+            if name in self.cfg.settings:
+                self.cfg.set(name, value)
+        api = self._aqd.api
+        if self._fd is not None:
+            self.cfg.set("bind", f"fd://{self._fd}")
+        self.cfg.set("workers", api.workers)
+        self.cfg.set("threads", api.threads)
+        self.cfg.set("loglevel", self._aqd.log.level)
+        self.cfg.set("logger_class", GunicornLog)
+        self.cfg.set("post_fork", _post_fork)
+        if not os.access(self.cfg.worker_tmp_dir, os.W_OK):
+            self.cfg.set("worker_tmp_dir", None)
+        GateWorker.request_timeout_s = api.request_timeout_s
+        GateWorker.max_body = app.body_limit(self._aqd)
+
+    def reload(self) -> None:
+        """SIGHUP. gunicorn would end the service for a mistake in the configuration; we go on."""
+        try:
+            self._aqd = config.load(self._config_path, os.environ)
+        except AqdError as error:
+            logger.error("configuration refused, the old one serves on", reason=str(error))
+            return
+        log.configure(self._aqd.log.level, self._aqd.log.format, process="api")
+        super().reload()
+
+    def load(self) -> Any:
+        """The WSGI application; called in each worker after the fork."""
+        return app.create(self._aqd)
+
+
+class GunicornLog(glogging.Logger):  # type: ignore[misc]
+    """gunicorn's messages as events of aqd's log; no access log (see etc/gunicorn.conf.py)."""
+
+    def setup(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self.loglevel = self.LOG_LEVELS.get(cfg.loglevel, logging.INFO)
+        for name in ("gunicorn.error", "gunicorn.access"):
+            stale = logging.getLogger(name)
+            stale.handlers.clear()
+            stale.propagate = False
+        self.error_log = logging.getLogger("gunicorn")
+        self.error_log.setLevel(self.loglevel)
+        self._access_log_enabled = False
+
+    def reopen_files(self) -> None:
+        """There are no files."""
+
+    def close_on_exec(self) -> None:
+        """There are no files."""
+
+
+def _post_fork(_arbiter: Any, worker: Any) -> None:
+    process.die_with_parent(worker.ppid, signal.SIGKILL)
+
+
+def _listen(host: str, port: int) -> int:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            return listener.detach()
+    except OSError as error:
+        raise WorldError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m aqd.api.server --fd N``: how the master starts it."""
+    parser = argparse.ArgumentParser(prog="aqd.api.server")
+    parser.add_argument("--fd", type=int, help="a bound socket")
+    parser.add_argument("--parent", type=int, help="the process to die with")
+    options = parser.parse_args(argv)
+    if options.fd is not None:
+        process.die_with_parent(options.parent or os.getppid(), signal.SIGKILL)
+    process.unblock_signals()
+    path = os.environ.get("AQD_CONFIG") or None
+    try:
+        return run(config.load(path, os.environ), path, fd=options.fd)
+    except AqdError as error:
+        print(f"aqd: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
