@@ -178,7 +178,7 @@ SECRETS = frozenset({"database.url", "api.admin_api_key"})
 
 # Variables that begin with AQD_ and are no options. The prefixes belong to the test suite, to what the
 # daemon tells its own children, and to what a job's process is told about itself.
-_OTHER_ENV = frozenset({"AQD_CONFIG", "AQD_DEBUG"})
+_OTHER_ENV = frozenset({"AQD_CONFIG", "AQD_DEBUG", "AQD_VENV"})
 _OTHER_ENV_PREFIXES = ("AQD_TEST_", "AQD_INTERNAL_", "AQD_JOB_", "AQD_DEMO_", "AQD_EMBEDDED_")
 # Kubernetes sets these for every Service whose name begins with "aqd" (AQD_API_PORT=tcp://10.0.0.1:4000).
 _KUBERNETES = re.compile(r"AQD(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
