@@ -286,7 +286,13 @@ def test_other_variables_of_ours_and_of_kubernetes_pass(write) -> None:
         "AQD_API_PORT": "tcp://10.0.0.1:4000",
         "AQD_API_SERVICE_PORT_HTTP": "4000",
     }
-    ours = {"AQD_DEBUG": "1", "AQD_VENV": "/v", "AQD_TEST_DATABASE_URL": "x", "AQD_JOB_ID": "4", "AQD_INTERNAL_MARK": "7"}
+    ours = {
+        "AQD_DEBUG": "1",
+        "AQD_VENV": "/v",
+        "AQD_TEST_DATABASE_URL": "x",
+        "AQD_JOB_ID": "4",
+        "AQD_INTERNAL_MARK": "7",
+    }
     assert config.load(write(""), kubernetes | ours) == config.Config()
 
 
