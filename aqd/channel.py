@@ -65,7 +65,9 @@ def receive(channel: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     # recvmsg, not socket.recv_fds: that ignores its flags, and descriptors came inheritable.
     while True:
         try:
-            size, ancillary, got, _ = channel.recvmsg_into([_buffer], _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC)
+            size, ancillary, got, _ = channel.recvmsg_into(
+                [_buffer], _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC
+            )
             break
         except ConnectionResetError:
             continue

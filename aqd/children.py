@@ -97,14 +97,14 @@ class DispatcherChild:
     def check(self, now: float) -> None:
         """A main thread that says nothing is stuck or stopped."""
         if self.pid is not None and now >= self.heard + SILENCE_LIMIT_S:
-            log.error("dispatcher is silent, killing it", pid=self.pid, silent_s=round(now - self.heard, 1))
+            log.error("dispatcher is silent, killing it", child=self.pid, silent_s=round(now - self.heard, 1))
             self.heard = now
             process.signal_group(self.pid, signal.SIGKILL)
 
     def exited(self, status: ExitStatus) -> None:
         expected = self.handing_over and status.ok
         if not expected:
-            log.warning("dispatcher ended", pid=self.pid, status=str(status))
+            log.warning("dispatcher ended", child=self.pid, status=str(status))
         self.respawn.ended(boottime(), at_once=expected)
         if self.peer is not None:
             self.peer.close()
@@ -140,7 +140,7 @@ class ApiChild:
     def exited(self, status: ExitStatus) -> None:
         """Its arbiter has ended: so must its workers."""
         assert self.pid is not None
-        log.warning("api ended", pid=self.pid, status=str(status))
+        log.warning("api ended", child=self.pid, status=str(status))
         process.signal_group(self.pid, signal.SIGKILL)
         self.pid = None
         self.respawn.ended(boottime())

@@ -45,7 +45,11 @@ class Claimer(threading.Thread):
     """
 
     def __init__(
-        self, config: Config, node_id: str, deliver: Callable[[list[ClaimedJob], int], None], schema: Callable[[Connection], None]
+        self,
+        config: Config,
+        node_id: str,
+        deliver: Callable[[list[ClaimedJob], int], None],
+        schema: Callable[[Connection], None],
     ) -> None:
         super().__init__(name="claimer", daemon=True)
         self.config = config

@@ -46,9 +46,13 @@ def request(socket_path: Path, command: str, timeout_s: float, **args: Any) -> d
                     raise NotRunning(f"the daemon at {socket_path} closed the connection without an answer")
                 received += data
         except TimeoutError:
-            raise NotRunning(f"the daemon at {socket_path} did not answer {command!r} within {timeout_s:g} s") from None
+            raise NotRunning(
+                f"the daemon at {socket_path} did not answer {command!r} within {timeout_s:g} s"
+            ) from None
         except PermissionError:
-            raise NotRunning(f"no permission to speak to the daemon at {socket_path} (try as its user)") from None
+            raise NotRunning(
+                f"no permission to speak to the daemon at {socket_path} (try as its user)"
+            ) from None
         except OSError as error:
             raise NotRunning(f"no daemon answers at {socket_path}: {error.strerror or error}") from None
     answer: dict[str, Any] = json.loads(received)

@@ -79,7 +79,7 @@ class Crew:
                 case slots.Close(incarnation):
                     self.close_channel(incarnation)
                 case slots.Kill(incarnation, pid):
-                    log.warning("worker did not end, killing it", slot=self._slot(incarnation), pid=pid)
+                    log.warning("worker did not end, killing it", slot=self._slot(incarnation), child=pid)
                     signal_group(pid, signal.SIGKILL)
                 case slots.Missing(incarnation):
                     self._missing(incarnation)
@@ -97,7 +97,9 @@ class Crew:
     def _spawn(self, action: slots.Spawn) -> None:
         page_fd = Page.create(action.slot, action.incarnation, action.generation)
         workers_end, dispatchers_end = channel.pair()
-        seat = Seat(action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, dispatchers_end)
+        seat = Seat(
+            action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, dispatchers_end
+        )
         self.seats[action.incarnation] = seat
         try:
             if self.loader is None:
@@ -136,7 +138,7 @@ class Crew:
         seat.progress = (seat.page.progress, boottime())
         self.plan.spawned(incarnation, pid, boottime())
         self._attach(seat)
-        log.debug("worker started", slot=seat.slot, pid=pid, generation=seat.generation)
+        log.debug("worker started", slot=seat.slot, child=pid, generation=seat.generation)
         status, at = self._unmatched.pop(pid, (None, 0.0))
         if status is not None and at > boottime() - _UNMATCHED_S:
             self._exited(seat, status)
@@ -167,9 +169,11 @@ class Crew:
             job = str(seat.page.entry(current).job_id) if current >= 0 else None
             why = reason.name.lower() if reason else str(status)
             self.restarts[why] = self.restarts.get(why, 0) + 1
-            log.warning("worker ended", slot=seat.slot, pid=seat.pid, status=str(status), reason=why, job_id=job)
+            log.warning(
+                "worker ended", slot=seat.slot, child=seat.pid, status=str(status), reason=why, job_id=job
+            )
         else:
-            log.debug("worker ended", slot=seat.slot, pid=seat.pid, status=str(status))
+            log.debug("worker ended", slot=seat.slot, child=seat.pid, status=str(status))
         self.plan.exited(seat.incarnation, boottime(), reached_loop=seat.page.progress > 0)
         if seat.attached or seat.page.written:
             self._tell(seat.exited)
@@ -256,7 +260,9 @@ class Crew:
         if while_stopped(seat.pid, lambda: seat.page.current() == number):
             seat.killed = (reason, number)
             job = str(seat.page.entry(number).job_id)
-            log.warning("worker killed", slot=seat.slot, pid=seat.pid, job_id=job, reason=reason.name.lower())
+            log.warning(
+                "worker killed", slot=seat.slot, child=seat.pid, job_id=job, reason=reason.name.lower()
+            )
 
     def _check_idle(self, seat: Seat, now: float) -> None:
         """An idle worker that does not move (stopped, stuck in a hook) would hold its slot for ever."""
@@ -264,7 +270,7 @@ class Crew:
         if seat.page.progress != seen:
             seat.progress = (seat.page.progress, now)
         elif now >= since + IDLE_LIMIT_S and seat.pid is not None:
-            log.warning("idle worker does not move, killing it", slot=seat.slot, pid=seat.pid)
+            log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
             seat.progress = (seen, now)
             signal_group(seat.pid, signal.SIGKILL)
 

@@ -41,7 +41,17 @@ from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.page import StopReason
 from aqd.process import boottime, boottime_ns, signal_group
-from aqd.recorder import Completed, Failed, Recorder, Released, Renewal, Renewed, Reconciliation, Settled, Work
+from aqd.recorder import (
+    Completed,
+    Failed,
+    Reconciliation,
+    Recorder,
+    Released,
+    Renewal,
+    Renewed,
+    Settled,
+    Work,
+)
 from aqd.sessions import Session
 
 logger = log.get_logger("dispatcher")
@@ -151,7 +161,13 @@ class Dispatcher:
         self._free_stuck(boottime_ns())
         if self.ready and now >= self._last_given + READY_LIMIT_S:
             self._release_ready("no worker became free")
-        if self.draining and not self.drained and not self.pending and not self.ready and self.claimer.idle.is_set():
+        if (
+            self.draining
+            and not self.drained
+            and not self.pending
+            and not self.ready
+            and self.claimer.idle.is_set()
+        ):
             held = any(link.held for link in self.links.values())
             if not held and self.inbox.empty():
                 self.drained = True
@@ -375,12 +391,25 @@ class Dispatcher:
                 limit = held.limit_ns or link.page.entry(number).limit_ns
                 error = f"ran longer than its limit of {limit / 1e9:g} s and did not end when asked: killed"
                 self._put(
-                    self._failed(key, held, "timed_out", error, None, now_ns, figures=(wall_s, None, None), exited=exited)
+                    self._failed(
+                        key,
+                        held,
+                        "timed_out",
+                        error,
+                        None,
+                        now_ns,
+                        figures=(wall_s, None, None),
+                        exited=exited,
+                    )
                 )
             case _:
-                error = f"worker killed by {how}" if exited.signal else f"worker ended by {how} during the job"
+                error = (
+                    f"worker killed by {how}" if exited.signal else f"worker ended by {how} during the job"
+                )
                 self._put(
-                    self._failed(key, held, "crashed", error, None, now_ns, figures=(wall_s, None, None), exited=exited)
+                    self._failed(
+                        key, held, "crashed", error, None, now_ns, figures=(wall_s, None, None), exited=exited
+                    )
                 )
 
     def _maybe_settled(self, link: Link) -> None:
@@ -531,7 +560,9 @@ class Dispatcher:
             self._give(link, room, len(links), fresh_ns)
 
     def _give(self, link: Link, room: int, workers: int, fresh_ns: int) -> None:
-        waiting = [(h.expected_ns, min(len(h.job.payload), 32 * 1024)) for h in self.ready if h.job is not None]
+        waiting = [
+            (h.expected_ns, min(len(h.job.payload), 32 * 1024)) for h in self.ready if h.job is not None
+        ]
         count = self.budget.frame(waiting, backlog=len(waiting), workers=workers, room=room)
         jobs = []
         for _ in range(count):

@@ -174,7 +174,7 @@ class Generations:
             if self.candidate is loader:
                 self._candidate_died(loader, status)
         if self.serving is not None and self.serving.pid == pid:
-            log.warning("loader ended", pid=pid, status=str(status), generation=self.serving.generation)
+            log.warning("loader ended", child=pid, status=str(status), generation=self.serving.generation)
             self._end(self.serving)
             self.serving = None
         if pid not in self._let_go:

@@ -114,7 +114,14 @@ class Link:
                 payload = None
             entries.append(
                 messages.JobEntry(
-                    number, job.id, job.type, payload, job.attempt, held.max_attempts, job.queue, job.created_at_us
+                    number,
+                    job.id,
+                    job.type,
+                    payload,
+                    job.attempt,
+                    held.max_attempts,
+                    job.queue,
+                    job.created_at_us,
                 )
             )
         try:

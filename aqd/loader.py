@@ -40,7 +40,10 @@ class Loader:
         self.channel = ends
         self.load = load
         self.registry = plugins.load(
-            load.config, skip=load.skip, late=load.late, progress=lambda name: self._send(messages.Importing(name))
+            load.config,
+            skip=load.skip,
+            late=load.late,
+            progress=lambda name: self._send(messages.Importing(name)),
         )
 
     def _send(self, message: messages.FromLoader) -> None:

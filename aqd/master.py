@@ -118,7 +118,7 @@ class Master:
     # --- the loop
 
     def run(self) -> Exit:
-        logger.info("daemon starts", version=__version__, pid=os.getpid(), slots=self.config.daemon.slots)
+        logger.info("daemon starts", version=__version__, slots=self.config.daemon.slots)
         self.generations.load(self.config)
         while not self._turn():
             pass
@@ -186,7 +186,11 @@ class Master:
         if self.api is not None and self.api.pid is None and now >= self.api.respawn.not_before:
             self.api.start()
         idle = self.generations.serving is None and self.generations.candidate is None
-        if (idle or self._reload_again) and self.generations.candidate is None and now >= self._reload_not_before:
+        if (
+            (idle or self._reload_again)
+            and self.generations.candidate is None
+            and now >= self._reload_not_before
+        ):
             # The loader has died, or a reload came during another: files may have changed, load all anew.
             self.reload("again" if self._reload_again else "loader lost")
 
@@ -328,7 +332,9 @@ class Master:
             case messages.Hello(version):
                 self.dispatcher.hello = message
                 if version != __version__:
-                    logger.warning("restart needed: the program was upgraded", running=__version__, installed=version)
+                    logger.warning(
+                        "restart needed: the program was upgraded", running=__version__, installed=version
+                    )
                     self.problems.append(f"restart needed: aqd {version} is installed, {__version__} runs")
             case messages.Recall(incarnation):
                 self.crew.recall(incarnation)
@@ -355,7 +361,9 @@ class Master:
                 logger.info("drain cut short", cause=cause)
                 self.draining_until = now
             return
-        logger.info("drain begins", cause=cause, drain_s=self.config.daemon.drain_s, busy=len(self.crew.busy()))
+        logger.info(
+            "drain begins", cause=cause, drain_s=self.config.daemon.drain_s, busy=len(self.crew.busy())
+        )
         self.draining_until = now + self.config.daemon.drain_s
         systemd.notify("STOPPING=1")
         self.generations.abandon_candidate()
@@ -426,7 +434,9 @@ class Master:
                 client.answer({"ok": True, "pid": os.getpid()})
                 self.stop("aqd stop")
             case _:
-                client.answer({"ok": False, "error": f"unknown command {command[:64]!r}; known: status, reload, stop"})
+                client.answer(
+                    {"ok": False, "error": f"unknown command {command[:64]!r}; known: status, reload, stop"}
+                )
 
     @property
     def state(self) -> str:
@@ -446,7 +456,9 @@ class Master:
             if report is not None and report.database_up and self.plan.settled_in():
                 self.ready_sent = True
                 systemd.notify("READY=1")
-                logger.info("daemon ready", seconds=round(now - self.started, 3), generation=self.plan.serving)
+                logger.info(
+                    "daemon ready", seconds=round(now - self.started, 3), generation=self.plan.serving
+                )
             elif now >= self._next_extend:
                 self._next_extend = now + EXTEND_S / 2
                 systemd.notify(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
@@ -499,6 +511,7 @@ def main(config_path: str | None = None, with_api: bool = False) -> int:
     # First of all: as PID 1, a TERM that came before a handler stood would be lost.
     with process.signals_blocked():
         signals = Signals()
+    process.open_standard_descriptors()
     try:
         cfg = config.load(config_path, os.environ)
         log.configure(cfg.log.level, cfg.log.format, process="master")

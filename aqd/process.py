@@ -77,6 +77,15 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
+def open_standard_descriptors() -> None:
+    """Started with 0, 1 or 2 closed, the next file opened would become standard output of a job."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open("/dev/null", os.O_RDWR)  # the lowest free number, which is this one
+
+
 def unblock_signals() -> None:
     """What a spawned program does once its handlers stand."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -100,7 +109,14 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, bl
             file_actions=actions,
             setsid=True,
             setsigmask=ALL_SIGNALS if blocked else (),
-            setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD, signal.SIGXFSZ],
+            setsigdef=[
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGHUP,
+                signal.SIGPIPE,
+                signal.SIGCHLD,
+                signal.SIGXFSZ,
+            ],
         )
     finally:
         for fd in high:

@@ -242,7 +242,8 @@ class Recorder(threading.Thread):
                 Failure(
                     id=item.id,
                     token=item.token,
-                    kind=item.kind,
+                    # Discarded is failed without a retry; it is no outcome of its own.
+                    kind="failed" if item.kind == "discarded" else item.kind,
                     error=item.error,
                     traceback=item.traceback,
                     retry_in_s=wait,

@@ -41,7 +41,9 @@ class Session:
     ``prepare(conn)`` runs once on each new connection (LISTEN, a check of the schema).
     """
 
-    def __init__(self, config: Database, name: str, prepare: Callable[[Connection], None] = lambda _: None) -> None:
+    def __init__(
+        self, config: Database, name: str, prepare: Callable[[Connection], None] = lambda _: None
+    ) -> None:
         self.config = config
         self.name = name
         self.up = False

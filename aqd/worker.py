@@ -52,7 +52,13 @@ class Worker:
     """The loop of one worker process. :meth:`run` never returns."""
 
     def __init__(
-        self, registry: Registry, config: Config, ends: socket.socket, page: Page, late: list[str], master_pid: int
+        self,
+        registry: Registry,
+        config: Config,
+        ends: socket.socket,
+        page: Page,
+        late: list[str],
+        master_pid: int,
     ) -> None:
         self.registry = registry
         self.config = config
@@ -206,7 +212,11 @@ class Worker:
         try:
             if loaded is None:
                 raise LookupError(f"this worker has no handler for the type {entry.type!r}")
-            if loaded.info.wants_job or hooks.aqd_job_start.get_hookimpls() or hooks.aqd_job_finish.get_hookimpls():
+            if (
+                loaded.info.wants_job
+                or hooks.aqd_job_start.get_hookimpls()
+                or hooks.aqd_job_finish.get_hookimpls()
+            ):
                 job = self._context(entry)
             kind, result, error = self._guarded(loaded, entry, payload, job)
         except StopJob as stop:
@@ -216,7 +226,9 @@ class Worker:
         except BaseException as failure:
             kind, result, error = "failed", None, failure
         if job is not None and hooks.aqd_job_finish.get_hookimpls():
-            self._hook("aqd_job_finish", job=job, outcome="failed" if kind == "discarded" else kind, error=error)
+            self._hook(
+                "aqd_job_finish", job=job, outcome="failed" if kind == "discarded" else kind, error=error
+            )
         log.context(slot=self.page.slot)
         return kind, result, error
 
@@ -281,7 +293,12 @@ class Worker:
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
         """The soft step: end the job that the page names, if it is the one we are on."""
         current = self.page.current()
-        if not self._interruptible or os.getpid() != self.pid or current < 0 or self.page.stop_entry != current:
+        if (
+            not self._interruptible
+            or os.getpid() != self.pid
+            or current < 0
+            or self.page.stop_entry != current
+        ):
             return
         task, first = self._task, self._softened != current
         self._softened = current
