@@ -136,13 +136,13 @@ class Demo:
             migrate.migrate(conn)
         command = [sys.executable, "-m", "aqd", "--config", str(self.config_file), "run", "--with-api"]
         with self.log_file.open("wb") as output:
-            # SIGTERM when we die: then the daemon still ends its jobs.
+            # SIGKILL when we die: its database ends at the same moment, so a drain could record nothing.
             self.daemon = embedded.spawn(
                 command,
                 account=None,
-                environment=child_environment(),
+                environment=child_environment() | {"AQD_CONFIG": str(self.config_file)},
                 output=output,
-                death_signal=signal.SIGTERM,
+                death_signal=signal.SIGKILL,
                 directory=os.getcwd(),
                 umask=-1,
             )
