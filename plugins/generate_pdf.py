@@ -79,8 +79,13 @@ def aqd_register(handlers: Any) -> None:
 def generate_pdf(payload: Any, job: Any) -> dict[str, Any]:
     text, title, filename = read_payload(payload)
     fonts, text, title = choose_fonts(text, title)
-    document = write_document(text, title, fonts, job.created_at)
-    contents = bytes(document.output())
+    document = fpdf.FPDF(format="A4")
+    try:
+        write_document(document, text, title, fonts)
+        document.set_creation_date(job.created_at)
+        contents = bytes(document.output())
+    finally:
+        close_fonts(document)
     name = re.sub(r"[^A-Za-z0-9]", "_", job.id)
     path = output_dir() / (f"{filename}-{name}.pdf" if filename else f"{name}.pdf")
     replace_file(path, contents)
@@ -134,11 +139,9 @@ def check_filename(filename: Any) -> str:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def write_document(text: str, title: str, fonts: list[str], created_at: Any) -> Any:
-    """An :class:`fpdf.FPDF` with all of the text. ``fonts`` empty: the built-in Helvetica."""
-    document = fpdf.FPDF(format="A4")
+def write_document(document: Any, text: str, title: str, fonts: list[str]) -> None:
+    """Put all of the text into ``document``. ``fonts`` empty: the built-in Helvetica."""
     document.alias_nb_pages("")  # or the text "{nb}" would turn into the number of pages
-    document.set_creation_date(created_at)
     document.set_producer("aqd")
     document.set_margins(20, 20)
     document.set_auto_page_break(True, margin=20)
@@ -164,7 +167,13 @@ def write_document(text: str, title: str, fonts: list[str], created_at: Any) -> 
             write_line(document, line, LINE_HEIGHT_MM)
             if document.pages_count > MAX_PAGES:
                 raise aqd.Discard(f"payload.text: needs more than {MAX_PAGES} pages")
-    return document
+
+
+def close_fonts(document: Any) -> None:
+    """fpdf2 leaves font files open until the garbage collector comes by."""
+    for font in document.fonts.values():
+        if hasattr(font, "ttfont"):
+            font.ttfont.close()
 
 
 def write_line(document: Any, line: str, height: float) -> None:
@@ -282,12 +291,15 @@ def coverage(path: str) -> frozenset[int]:
     """The characters that a font file has glyphs for; none if fpdf2 cannot use the file."""
     known = _coverage.get(path)
     if known is None:
+        document = fpdf.FPDF()
         try:
-            fpdf.FPDF().add_font("probe", "", path)
+            document.add_font("probe", "", path)
             with TTFont(path, fontNumber=0, lazy=True) as font:
                 known = frozenset(font.getBestCmap() or ())
         except Exception:  # a broken file in a font folder must not fail the job
             known = frozenset()
+        finally:
+            close_fonts(document)
         _coverage[path] = known
     return known
 

@@ -36,6 +36,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from typing import IO, Any
 
 import aqd
@@ -228,36 +229,55 @@ def run(command: Command) -> tuple[int, Tail, Tail]:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         die_with_parent(parent)
 
+    stdout, stderr = Tail(), Tail()
+    process: subprocess.Popen[bytes] | None = None
     try:
-        process = subprocess.Popen(
-            command.argv,
-            executable=command.program,
-            cwd=command.cwd,
-            env=command.env,
-            stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-            preexec_fn=in_child,
-        )
+        with signals_held():
+            process = subprocess.Popen(
+                command.argv,
+                executable=command.program,
+                cwd=command.cwd,
+                env=command.env,
+                stdin=subprocess.DEVNULL if command.stdin is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=in_child,
+            )
+        converse(process, command.stdin or b"", stdout, stderr)
     except OSError as error:
         if error.errno == errno.E2BIG:  # will never fit
             raise aqd.Discard("payload.argv: the arguments and the environment are too long") from None
         raise
-    stdout, stderr = Tail(), Tail()
-    try:
-        converse(process, command.stdin or b"", stdout, stderr)
     finally:
-        # The program is not reaped yet, so the number of its group cannot belong to anybody else.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for stream, tail in ((process.stdout, stdout), (process.stderr, stderr)):
-            drain(stream, tail)
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        with signals_held():
+            if process is not None:
+                finish(process, stdout, stderr)
     return process.returncode, stdout, stderr
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Signals wait until the end of the block: the exception that stops a job would otherwise leave a
+    program that nobody knows of, or one that is half cleaned up."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def finish(process: "subprocess.Popen[bytes]", stdout: Tail, stderr: Tail) -> None:
+    """Kill what is left of the group, take the last output, reap the program."""
+    # The program is not reaped yet, so the number of its group cannot belong to anybody else.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for stream, tail in ((process.stdout, stdout), (process.stderr, stderr)):
+        drain(stream, tail)
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def converse(process: "subprocess.Popen[bytes]", stdin: bytes, stdout: Tail, stderr: Tail) -> None:
