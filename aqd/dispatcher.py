@@ -25,25 +25,24 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import NoReturn
 
-import psycopg
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, keeper, log, messages, migrate, process, store
+from aqd import __version__, channel, log, messages, migrate, outcomes, process
 from aqd.assign import Budget, Estimates
+from aqd.caretaker import Caretaker
 from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
 from aqd.claims import ClaimedJob
 from aqd.database import Connection
-from aqd.errors import Exit, WorldError
+from aqd.errors import Exit
 from aqd.hookspecs import HandlerInfo
-from aqd.links import Held, Link
-from aqd.page import StopReason
+from aqd.links import INLINE_PAYLOAD, Held, Link
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
-    Completed,
-    Failed,
+    NodeGone,
     Reconciliation,
     Recorder,
     Released,
@@ -52,7 +51,6 @@ from aqd.recorder import (
     Settled,
     Work,
 )
-from aqd.sessions import Session
 
 logger = log.get_logger("dispatcher")
 
@@ -92,7 +90,7 @@ class Dispatcher:
         self._schema_ready = False
         self.claimer = Claimer(config, start.node_id, lambda jobs, ns: self._post((jobs, ns)), self._schema)
         self.recorder = Recorder(config, start.node_id, self._post, self._schema)
-        self.keeper = KeeperThread(self, start)
+        self.keeper = Caretaker(start, self._schema)
         self.epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
         self._last_given = boottime()
@@ -149,11 +147,13 @@ class Dispatcher:
             session.check(now)
         if now >= self._next_renew:
             self._next_renew = now + self.config.daemon.renew_s
-            if pairs := self._pairs():
+            if (pairs := self._pairs()) and not self.recorder.renewal_waits:
+                self.recorder.renewal_waits = True
                 self.recorder.put(Renewal(pairs))
         if now >= self._next_reconcile and self.attached_all and not self.handing_over:
             self._next_reconcile = now + RECONCILE_S
-            if self.recorder.session.up:
+            if self.recorder.session.up and not self.recorder.reconciliation_waits:
+                self.recorder.reconciliation_waits = True
                 self.recorder.put(Reconciliation(self._pairs()))
         if now >= self._next_report:
             self._next_report = now + REPORT_S
@@ -161,17 +161,14 @@ class Dispatcher:
         self._free_stuck(boottime_ns())
         if self.ready and now >= self._last_given + READY_LIMIT_S:
             self._release_ready("no worker became free")
-        if (
-            self.draining
-            and not self.drained
-            and not self.pending
-            and not self.ready
-            and self.claimer.idle.is_set()
-        ):
-            held = any(link.held for link in self.links.values())
-            if not held and self.inbox.empty():
-                self.drained = True
-                self.master.send(messages.Drained())
+        if self.draining and not self.drained and self._nothing_under_way():
+            self._maybe_drained()
+
+    def _maybe_drained(self) -> None:
+        if not any(link.held for link in self.links.values()):
+            self.drained = self.keeper.stopping = True
+            self._put(NodeGone())
+            self.master.send(messages.Drained())
 
     def _pairs(self) -> list[tuple[int, int]]:
         pairs = [(held.id, held.token) for held in self.ready]
@@ -223,7 +220,7 @@ class Dispatcher:
                     self._recall(link)
                     self._maybe_retired(link)
             case messages.Drain():
-                self.draining = True
+                self.draining = self.keeper.draining = True
                 self.claimer.stop()
                 self._release_ready("drain")
                 for link in self.links.values():
@@ -238,6 +235,10 @@ class Dispatcher:
         """Everything of ours is recorded, or it must wait for the successor."""
         if boottime() >= self.hand_over_until or not self.recorder.session.up:
             return True
+        return self._nothing_under_way()
+
+    def _nothing_under_way(self) -> bool:
+        """No claim, and nothing that waits to be given or recorded."""
         return self.claimer.idle.is_set() and not self.pending and not self.ready and self.inbox.empty()
 
     def _serve(self, generation: int, handlers: list[HandlerInfo]) -> None:
@@ -246,7 +247,7 @@ class Dispatcher:
         self.recorder.handlers = self.handlers
         self.estimates.keep(self.handlers)
         self.claimer.serve(frozenset(self.handlers))
-        self.keeper.wake.set()
+        self.keeper.serve(generation, list(self.handlers))
         for link in self.links.values():
             if link.generation != generation:
                 self._recall(link)  # what is not begun runs on the new generation
@@ -288,67 +289,9 @@ class Dispatcher:
             link.adopt_entry(number, link.page.lease_until_ns)
             link.unfinished.pop(number, None)
         held = link.held[number]
-        key = (link.incarnation, number)
-        ended_ns = message.started_ns + message.wall_ns
-        link.last_outcome_ns = ended_ns
-        figures = (message.wall_ns / 1e9, message.cpu_us / 1e6, message.peak_kb)
         if held.job is not None:
             self.estimates.learn(held.job.type, message.wall_ns)
-        if isinstance(message, messages.Done):
-            self._put(
-                Completed(key, held.id, held.token, held.attempt, message.result or None, ended_ns, *figures)
-            )
-        elif message.kind in ("interrupted", "unstarted"):
-            interrupted = message.kind == "interrupted"
-            reason = message.error or "the lease was not certain any more"
-            self._put(Released(key, held.id, held.token, interrupted, reason, ended_ns))
-        else:
-            wish = message.retry_after_s
-            self._put(
-                self._failed(
-                    key,
-                    held,
-                    message.kind,
-                    message.error,
-                    message.traceback or None,
-                    ended_ns,
-                    figures=figures,
-                    retry_after_s=wish if wish >= 0 else None,
-                )
-            )
-
-    def _failed(
-        self,
-        key: tuple[int, int],
-        held: Held,
-        kind: str,
-        error: str,
-        traceback: str | None,
-        ended_ns: int,
-        *,
-        figures: tuple[float, float | None, int | None] | None = None,
-        retry_after_s: float | None = None,
-        exited: messages.Exited | None = None,
-    ) -> Failed:
-        wall_s, cpu_s, peak_kb = figures or (None, None, None)
-        return Failed(
-            key=key,
-            id=held.id,
-            token=held.token,
-            attempt=held.attempt,
-            type=held.job.type if held.job else None,
-            max_attempts=held.max_attempts if held.job else None,
-            kind=kind,
-            error=error,
-            traceback=traceback,
-            ended_ns=ended_ns,
-            wall_s=wall_s,
-            cpu_s=cpu_s,
-            peak_kb=peak_kb,
-            signal=exited.signal if exited else None,
-            exit_code=exited.code if exited else None,
-            retry_after_s=retry_after_s,
-        )
+        self._put(outcomes.from_message(link, held, message))
 
     def _put(self, work: Work) -> None:
         self.pending += 1
@@ -374,43 +317,14 @@ class Dispatcher:
     def _ended_with_worker(self, link: Link, number: int, exited: messages.Exited, now_ns: int) -> None:
         """The attempt that ended with its worker."""
         held = link.held[number]
-        key = (link.incarnation, number)
         link.load_ns -= link.unfinished.pop(number, 0)
-        wall_s = (now_ns - link.page.started_at_ns) / 1e9
-        reason = StopReason(exited.reason) if exited.number == number else StopReason.NONE
-        how = str(process.ExitStatus(exited.signal, exited.code))
-        match reason:
-            case StopReason.FENCE:
-                # Somebody else may own the job by now: nothing may be written. Its lease ends by itself.
-                logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
-                self._count("lost", 1)
-                link.recorded(number)
-            case StopReason.DRAIN:
-                self._put(Released(key, held.id, held.token, True, f"drain: worker killed by {how}", now_ns))
-            case StopReason.TIMEOUT:
-                limit = held.limit_ns or link.page.entry(number).limit_ns
-                error = f"ran longer than its limit of {limit / 1e9:g} s and did not end when asked: killed"
-                self._put(
-                    self._failed(
-                        key,
-                        held,
-                        "timed_out",
-                        error,
-                        None,
-                        now_ns,
-                        figures=(wall_s, None, None),
-                        exited=exited,
-                    )
-                )
-            case _:
-                error = (
-                    f"worker killed by {how}" if exited.signal else f"worker ended by {how} during the job"
-                )
-                self._put(
-                    self._failed(
-                        key, held, "crashed", error, None, now_ns, figures=(wall_s, None, None), exited=exited
-                    )
-                )
+        work = outcomes.from_exit(link, held, number, exited, now_ns)
+        if work is not None:
+            self._put(work)
+            return
+        logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
+        self._count("lost", 1)
+        link.recorded(number)
 
     def _maybe_settled(self, link: Link) -> None:
         if link.settling and not link.held and all(note.recorded for note in link.notes):
@@ -554,9 +468,6 @@ class Dispatcher:
             room = link.room()
             if link.recalling or room < 1 or not self.budget.wants_more(link.load_ns, len(link.unfinished)):
                 continue
-            for held in self.ready:
-                assert held.job is not None
-                held.expected_ns = self.estimates.expected_ns(held.job.type)
             self._give(link, room, len(links), fresh_ns)
 
     def _give(self, link: Link, room: int, workers: int, fresh_ns: int) -> None:
@@ -579,6 +490,13 @@ class Dispatcher:
         except (ChannelClosed, BlockingIOError):
             # The entries stand in its page: they come back when it is recalled or settled.
             self._recall(link)
+
+    def _waiting(self) -> Iterator[tuple[int, int]]:
+        """What the jobs that wait will probably cost: (ns, bytes in the frame), as far as it is asked for."""
+        for held in self.ready:
+            assert held.job is not None
+            held.expected_ns = self.estimates.expected_ns(held.job.type)
+            yield held.expected_ns, min(len(held.job.payload), INLINE_PAYLOAD)
 
     def _claim(self) -> None:
         if self.draining or self.handing_over or not self.attached_all:
@@ -603,47 +521,6 @@ class Dispatcher:
         for link in self.links.values():
             if link.page.pid and link.exited is None:
                 signal_group(link.page.pid, signal.SIGKILL)
-
-
-class KeeperThread(threading.Thread):
-    """Runs :class:`aqd.keeper.Keeper`, and tells the other nodes that this one lives and what it serves."""
-
-    def __init__(self, dispatcher: Dispatcher, start: messages.Start) -> None:
-        super().__init__(name="keeper", daemon=True)
-        self.dispatcher = dispatcher
-        self.start_message = start
-        self.wake = threading.Event()
-        self.session = Session(start.config.database, "keeper", dispatcher._schema)
-        self.keeper = keeper.Keeper(start.config, start.node_id)
-
-    def run(self) -> None:
-        while True:
-            try:
-                pause = self._step()
-            except (psycopg.Error, WorldError):
-                pause = self.session.pause_s() or 1.0
-            except Exception:
-                logger.exception("keeper fails")
-                pause = 5.0
-            self.wake.wait(pause)
-            self.wake.clear()
-
-    def _step(self) -> float:
-        dispatcher, start = self.dispatcher, self.start_message
-        if not dispatcher.generation:
-            return 0.1
-        state = store.NodeState(
-            node_id=start.node_id,
-            name=start.node_name,
-            pid=start.master_pid,
-            version=start.version,
-            generation=dispatcher.generation,
-            slots=start.config.daemon.slots,
-            types=sorted(dispatcher.handlers),
-            state="draining" if dispatcher.draining else "running",
-        )
-        self.session.run(store.node_seen, state)
-        return min(self.session.run(self.keeper.step, boottime()), start.config.keeper.node_ttl_s / 3)
 
 
 def main() -> NoReturn:

@@ -99,7 +99,9 @@ class Master:
             closed=self._loader_closed,
         )
         self.dispatcher = DispatcherChild(env)
-        self.api = ApiChild(env, cfg) if with_api else None
+        self.api = (
+            ApiChild(env | ({"AQD_CONFIG": config_path} if config_path else {}), cfg) if with_api else None
+        )
         self.control = control.Server(config.control_socket(cfg), self.selector, self._on_command)
         self.selector.register(signals, selectors.EVENT_READ, lambda: None)
         self.draining_until: float | None = None
@@ -406,7 +408,7 @@ class Master:
                 process.signal_group(pid, signal.SIGKILL)
         deadline = boottime() + 2.0
         while boottime() < deadline:
-            for _ in process.reap(lambda pid: None):
+            for _ in process.reap(lambda _: None):
                 pass
             left = process.children()
             if not left:
@@ -420,7 +422,7 @@ class Master:
 
     # --- answering
 
-    def _on_command(self, client: control.Client, command: str, args: dict[str, Any]) -> None:
+    def _on_command(self, client: control.Client, command: str, _: dict[str, Any]) -> None:
         match command:
             case "status":
                 client.answer(status.describe(self))

@@ -99,8 +99,13 @@ class Reconciliation:
     held: list[tuple[int, int]]
 
 
-Work = Completed | Failed | Released | Renewal | Reconciliation
-T = TypeVar("T")
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """This node has stopped: the others need not wait until it is missed."""
+
+
+Work = Completed | Failed | Released | Renewal | Reconciliation | NodeGone
+Outcome = TypeVar("Outcome", Completed, Failed, Released)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,8 @@ class Recorder(threading.Thread):
         self.node_id = node_id
         self.handlers: dict[str, HandlerInfo] = {}
         self.session = Session(config.database, "recorder", schema)
-        self.pending = 0  # put and not settled; the main thread's own count of what it waits for
+        # Of these, one in the queue is enough, however long the database is away.
+        self.renewal_waits = self.reconciliation_waits = False
         self._tell = tell
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._rng = random.Random()
@@ -189,34 +195,35 @@ class Recorder(threading.Thread):
         return [work for work in batch if work is not None]
 
     def _write(self, batch: list[Work]) -> None:
-        completed = [w for w in batch if isinstance(w, Completed)]
-        failed = [w for w in batch if isinstance(w, Failed)]
-        released = [w for w in batch if isinstance(w, Released)]
-        if completed:
-            self._persist(completed, self._record_completed)
-        if failed:
-            self._persist(failed, self._record_failed)
-        if released:
-            self._persist(released, self._release)
+        self._persist([w for w in batch if isinstance(w, Completed)], self._record_completed)
+        self._persist([w for w in batch if isinstance(w, Failed)], self._record_failed)
+        self._persist([w for w in batch if isinstance(w, Released)], self._release)
         for work in batch:
             if isinstance(work, Renewal):
+                self.renewal_waits = False
                 self._renew(work)
             elif isinstance(work, Reconciliation):
+                self.reconciliation_waits = False
                 self._reconcile(work)
+            elif isinstance(work, NodeGone):
+                with contextlib.suppress(psycopg.Error, WorldError):
+                    self.session.run(store.node_gone, self.node_id)
+                self._settle([(0, 0)], {})
 
-    def _persist(self, items: list[T], write: Callable[[Sequence[T]], None]) -> None:
-        """Write until it is written. (The store itself puts aside a row that breaks a constraint.)"""
-        while not self._stopping.is_set():
-            try:
-                write(items)
-                return
-            except (psycopg.Error, WorldError) as error:
-                known = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
-                if not known:
-                    logger.error(
-                        "outcomes refused by the database", error=log.describe(error), number=len(items)
-                    )
-                self._stopping.wait(self.session.pause_s() or (0.2 if known else 2.0))
+    def _persist(self, items: Sequence[Outcome], write: Callable[[Sequence[Outcome]], None]) -> None:
+        """Write, or put back to the end of the queue: renewals must not wait behind what is refused.
+        (The store itself puts aside a row that breaks a constraint.)"""
+        if not items:
+            return
+        try:
+            write(items)
+        except (psycopg.Error, WorldError) as error:
+            expected = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
+            if not expected:
+                logger.error("outcomes refused by the database", error=log.describe(error), number=len(items))
+            for item in items:
+                self._queue.put(item)
+            self._stopping.wait(self.session.pause_s() or (0.2 if expected else 2.0))
 
     # --- the statements
 

@@ -1,0 +1,66 @@
+"""The keeper's thread in the dispatcher: its connection, its pauses, and this node's sign of life.
+
+What is to be kept (rescue, unknown types, partitions, retention, vacuum) is :mod:`aqd.keeper`; this thread
+gives it a session, and tells the other nodes that this one lives and which types it serves.
+"""
+
+import threading
+from collections.abc import Callable
+
+import psycopg
+
+from aqd import keeper, log, messages, store
+from aqd.database import Connection
+from aqd.errors import WorldError
+from aqd.process import boottime
+from aqd.sessions import Session
+
+logger = log.get_logger("keeper")
+
+
+class Caretaker(threading.Thread):
+    """The main thread calls :meth:`serve` when the types change, and sets :attr:`stopping` at the end."""
+
+    def __init__(self, start: messages.Start, schema: Callable[[Connection], None]) -> None:
+        super().__init__(name="keeper", daemon=True)
+        self.session = Session(start.config.database, "keeper", schema)
+        self.stopping = False
+        self.draining = False
+        self._start = start
+        self._keeper = keeper.Keeper(start.config, start.node_id)
+        self._serving: tuple[int, list[str]] | None = None
+        self._wake = threading.Event()
+
+    def serve(self, generation: int, types: list[str]) -> None:
+        self._serving = (generation, sorted(types))
+        self._wake.set()
+
+    def run(self) -> None:
+        while not self.stopping:
+            try:
+                pause = self._step()
+            except (psycopg.Error, WorldError):
+                pause = self.session.pause_s() or 1.0
+            except Exception:
+                logger.exception("keeper fails")
+                pause = 5.0
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _step(self) -> float:
+        start, serving = self._start, self._serving
+        if serving is None:
+            return 1.0
+        state = store.NodeState(
+            node_id=start.node_id,
+            name=start.node_name,
+            pid=start.master_pid,
+            version=start.version,
+            generation=serving[0],
+            slots=start.config.daemon.slots,
+            types=serving[1],
+            state="draining" if self.draining else "running",
+        )
+        self.session.run(store.node_seen, state)
+        pause = self.session.run(self._keeper.step, boottime())
+        return min(pause, start.config.keeper.node_ttl_s / 3)
