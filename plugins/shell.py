@@ -36,6 +36,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -258,13 +259,28 @@ def run(command: Command) -> tuple[int, Tail, Tail]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Signals wait until the end of the block: the exception that stops a job would otherwise leave a
-    program that nobody knows of, or one that is half cleaned up."""
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    """What arrives during the block is handled at its end.
+
+    A job is stopped by a signal whose handler raises. In the middle of starting a program that would
+    leave one that nobody knows of; in the middle of cleaning up, one half cleaned up. Handlers are
+    replaced rather than signals blocked: Python runs them in this thread even when the signal went to
+    another one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # nothing is ever raised here
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, _frame: arrived.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for again in dict.fromkeys(arrived):
+            signal.raise_signal(again)
 
 
 def finish(process: "subprocess.Popen[bytes]", stdout: Tail, stderr: Tail) -> None:

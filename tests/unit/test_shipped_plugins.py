@@ -477,19 +477,48 @@ def test_shell_waits_for_the_program_only_and_leaves_nothing_behind(shell, leave
 
 @pytest.mark.parametrize("stop", [aqd.JobTimeout, aqd.JobInterrupted])
 def test_shell_kills_everything_when_the_job_is_stopped(shell, stop):
-    def raise_it(*_):
-        if alive(SLEEP):
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise stop
+    """Stopped as soon as the program runs, and again and again, as the master repeats it."""
+    started = False
+
+    def raise_it(_number, frame):
+        nonlocal started
+        started = started or alive(SLEEP)
+        while started and frame is not None:
+            if frame.f_code.co_filename == str(ROOT / "plugins" / "shell.py"):
+                raise stop
+            frame = frame.f_back
 
     old = signal.signal(signal.SIGALRM, raise_it)
-    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
         with pytest.raises(stop):
             shell({"argv": ["sh", "-c", f"trap '' TERM; ({SLEEP}; true) & wait"]})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
+    assert gone(SLEEP)
+
+
+def test_a_stop_while_the_program_starts_leaves_no_program_behind(monkeypatch):
+    """The worst moment: it runs already, but Popen has not returned, so nobody knows its number."""
+    begin = subprocess.Popen.__init__
+
+    def interrupted(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        signal.raise_signal(signal.SIGUSR1)
+        assert alive(SLEEP)
+
+    def raise_it(*_):
+        raise aqd.JobTimeout
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", interrupted)
+    old = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        with pytest.raises(aqd.JobTimeout):
+            load("shell", allow=["sleep"])[1]({"argv": SLEEP.split()})
+        assert signal.getsignal(signal.SIGUSR1) is raise_it
+    finally:
+        signal.signal(signal.SIGUSR1, old)
     assert gone(SLEEP)
 
 
