@@ -15,6 +15,7 @@ from math import ceil
 from typing import Final
 
 FRAME_JOBS_MAX: Final = 100
+FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
 CLAIM_MAX: Final = 1000
 # Weight of the newest job in a type's estimate. Upwards at once (a type that got slow must not be
 # stacked), downwards slowly.
@@ -55,7 +56,9 @@ class Budget:
         most = min(FRAME_JOBS_MAX, room, ceil(backlog / max(workers, 1)))
         count = total = size = 0
         for duration, length in expected:
-            if count and (count >= most or total + duration > self.frame_ns or size + length > 96 * 1024):
+            if count and (
+                count >= most or total + duration > self.frame_ns or size + length > FRAME_BYTES_MAX
+            ):
                 break
             if not count and room < 1:
                 break

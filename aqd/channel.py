@@ -141,34 +141,45 @@ class Peer:
 
     Nothing is lost while the other side is slow or stopped: messages wait here, in order, and go out with
     the next :meth:`flush` (call it at every turn of the loop: writability is not reliable, POLLOUT vanishes
-    at a quarter of the buffer although sends still succeed). Descriptors sent along must stay open until
-    then; they stay the caller's to close.
+    at a quarter of the buffer although sends still succeed). Descriptors sent along stay the caller's; what
+    waits holds duplicates.
     """
 
     def __init__(self, channel: socket.socket, encode: Callable[[Any], bytes]) -> None:
         channel.setblocking(False)
         self.channel = channel
         self._encode = encode
-        self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
 
     def fileno(self) -> int:
         return self.channel.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send or keep for later; :class:`ChannelClosed` if the other side is gone."""
-        self._waiting.append((self._encode(message), fds))
-        self.flush()
+        data = self._encode(message)
+        if self.flush():
+            try:
+                send(self.channel, data, fds)
+                return
+            except BlockingIOError:
+                pass
+        self._waiting.append((data, [os.dup(fd) for fd in fds]))
 
     def flush(self) -> bool:
         """Send what waits, as far as it goes; whether all of it went."""
         while self._waiting:
-            message, fds = self._waiting[0]
+            data, fds = self._waiting[0]
             try:
-                send(self.channel, message, fds)
+                send(self.channel, data, fds)
             except BlockingIOError:
                 return False
-            self._waiting.popleft()
+            self._drop_first()
         return True
+
+    def _drop_first(self) -> None:
+        _, fds = self._waiting.popleft()
+        for fd in fds:
+            os.close(fd)
 
     def received(self) -> Iterator[tuple[bytes, list[int]]]:
         """All messages that are there now; raises :class:`ChannelClosed` after the last one."""
@@ -179,5 +190,6 @@ class Peer:
                 return
 
     def close(self) -> None:
-        self._waiting.clear()
+        while self._waiting:
+            self._drop_first()
         self.channel.close()

@@ -25,13 +25,15 @@ from aqd.claims import CHANNEL, ClaimBook, ClaimedJob, Sleeper
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
-from aqd.process import boottime_ns
+from aqd.process import boottime, boottime_ns
 from aqd.sessions import Session
 
 logger = log.get_logger("claimer")
 
 # An answer older than this is void. Reconciliation waits for twice as long.
 STALE_S = 5.0
+# A claim that is under way at the stop is waited for this long: the database may be gone without a word.
+STOP_LIMIT_S = 2.0
 # Pauses between looks while transactions that may have inserted jobs are open.
 _WRITER_PAUSES_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 _NO_JOBS_S = 3600.0
@@ -55,7 +57,8 @@ class Claimer(threading.Thread):
         self.config = config
         self.wanted = 0
         self.stopping = False
-        self.idle = threading.Event()
+        self.stop_until = 0.0
+        self._ended = threading.Event()
         self.book = ClaimBook(node_id, config.daemon.lease_s, queues=config.daemon.queues)
         self.sleeper = Sleeper()
         self.session = Session(config.database, "claimer", self._on_connect)
@@ -87,9 +90,15 @@ class Claimer(threading.Thread):
         self._lowered.append((queue, priority))
 
     def stop(self) -> None:
-        """Claim nothing more; :attr:`idle` is set once no claim is under way."""
+        """Claim nothing more; :attr:`quiet` once no claim is under way."""
+        self.stop_until = boottime() + STOP_LIMIT_S
         self.stopping = True
         self.wake()
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is being claimed, nor will be."""
+        return self._ended.is_set() or (self.stopping and self.session.connection is None)
 
     @property
     def listener_up(self) -> bool:
@@ -108,7 +117,7 @@ class Claimer(threading.Thread):
                 logger.exception("claimer fails")
                 self._wait(1.0)
         self.session.close()
-        self.idle.set()
+        self._ended.set()
 
     def _step(self) -> None:
         """One claim, or one sleep."""

@@ -39,7 +39,7 @@ from aqd.claims import ClaimedJob
 from aqd.database import Connection
 from aqd.errors import Exit
 from aqd.hookspecs import HandlerInfo
-from aqd.links import INLINE_PAYLOAD, Held, Link
+from aqd.links import Held, Link
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
     NodeGone,
@@ -145,6 +145,8 @@ class Dispatcher:
     def _tick(self, now: float) -> None:
         for session in (self.claimer.session, self.recorder.session, self.keeper.session):
             session.check(now)
+        if self.claimer.stopping and not self.claimer.quiet and now >= self.claimer.stop_until:
+            self.claimer.session.cut()  # what it may have claimed ends with its lease
         if now >= self._next_renew:
             self._next_renew = now + self.config.daemon.renew_s
             if (pairs := self._pairs()) and not self.recorder.renewal_waits:
@@ -239,7 +241,7 @@ class Dispatcher:
 
     def _nothing_under_way(self) -> bool:
         """No claim, and nothing that waits to be given or recorded."""
-        return self.claimer.idle.is_set() and not self.pending and not self.ready and self.inbox.empty()
+        return self.claimer.quiet and not self.pending and not self.ready and self.inbox.empty()
 
     def _serve(self, generation: int, handlers: list[HandlerInfo]) -> None:
         self.generation = generation
@@ -445,6 +447,7 @@ class Dispatcher:
             limit = job.timeout_s or (handler and handler.timeout_s) or self.config.jobs.timeout_s
             attempts = job.max_attempts or (handler and handler.max_attempts) or self.config.jobs.max_attempts
             held = Held(job.id, job.token, job.attempt, certain_ns, job, int(limit * 1e9), attempts)
+            held.payload_bytes = len(job.payload if job.payload.isascii() else job.payload.encode())
             if late or handler is None or self.draining or self.handing_over:
                 self._release(held, "the claim's answer came too late" if late else "not begun")
             else:
@@ -496,7 +499,7 @@ class Dispatcher:
         for held in self.ready:
             assert held.job is not None
             held.expected_ns = self.estimates.expected_ns(held.job.type)
-            yield held.expected_ns, min(len(held.job.payload), INLINE_PAYLOAD)
+            yield held.expected_ns, held.frame_bytes
 
     def _claim(self) -> None:
         if self.draining or self.handing_over or not self.attached_all:

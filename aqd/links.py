@@ -16,15 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from aqd import channel, messages
-from aqd.channel import MAX_MESSAGE, ChannelClosed, Journal
+from aqd.channel import ChannelClosed, Journal
 from aqd.claims import ClaimedJob
 from aqd.page import Page
 
 OUTSTANDING_MAX = 200
-# Of a frame's bytes: what the payloads may take, and from which size one travels as a memfd.
-FRAME_BYTES = MAX_MESSAGE - 16 * 1024
+# From this size on (in bytes) a payload travels as a memfd. A frame's bound (aqd/assign.py) counts a larger
+# one as this many bytes, so that the descriptors of a frame are few, too.
 INLINE_PAYLOAD = 32 * 1024
-_FDS_MAX = 4
+# What an entry takes beside its payload, type and queue.
+_ENTRY_BYTES = 80
 
 
 @dataclass(slots=True)
@@ -42,6 +43,14 @@ class Held:
     limit_ns: int = 0
     max_attempts: int = 0
     expected_ns: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def frame_bytes(self) -> int:
+        """What it takes of a frame."""
+        assert self.job is not None
+        names = len(self.job.type) + len(self.job.queue)
+        return min(self.payload_bytes, INLINE_PAYLOAD) + names + _ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -109,7 +118,7 @@ class Link:
             job = held.job
             assert job is not None
             payload: str | None = job.payload
-            if len(job.payload) > INLINE_PAYLOAD:
+            if held.payload_bytes > INLINE_PAYLOAD:
                 fds.append(channel.to_memfd(job.payload.encode()))
                 payload = None
             entries.append(

@@ -145,8 +145,11 @@ class Session:
     def check(self, now: float) -> None:
         """Called by the main thread: end a statement that overstays its deadline."""
         deadline = self._deadline
-        if not deadline or now < deadline:
-            return
+        if deadline and now >= deadline:
+            self.cut()
+
+    def cut(self) -> None:
+        """Called by the main thread: end the statement that is under way, if there is one."""
         with self._lock:
             if self._connection is None or not self._deadline:
                 return

@@ -42,8 +42,9 @@ logger = log.get_logger("worker")
 
 # An idle worker shows in its page that it is alive; the master's limit is a multiple of this.
 IDLE_TURN_MS = 5000
+# Together below a message's limit, whatever the characters take in UTF-8.
 MAX_ERROR_CHARS = 4_000
-MAX_TRACEBACK_CHARS = 32_000
+MAX_TRACEBACK_CHARS = 24_000
 # What a result may take inside the outcome itself; a larger one travels as a memfd.
 INLINE_RESULT = 64 * 1024
 
@@ -364,7 +365,12 @@ def _own_frames(error: BaseException) -> Any:
 def printable(text: str, limit: int) -> str:
     """Text that PostgreSQL takes: no NUL, no lone surrogate, at most ``limit`` characters (its middle
     is cut out: the beginning says what, the end says where)."""
-    if len(text) > limit:
-        half = limit // 2 - 20
-        text = f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"
-    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode()
+    text = _cut(text, limit)  # first, because escaping 50 MiB is slow; and again, because it lengthens
+    return _cut(text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode(), limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2 - 30
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"
