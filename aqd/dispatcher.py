@@ -95,6 +95,7 @@ class Dispatcher:
         self._by_fd: dict[int, Link] = {}
         self._last_given = boottime()
         self._next_renew = self._next_report = self._next_reconcile = 0.0
+        self._reported_up = (False, False, False)
 
     def _post(self, message: "tuple[list[ClaimedJob], int] | Settled | Renewed") -> None:
         """From the other threads."""
@@ -157,8 +158,9 @@ class Dispatcher:
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
                 self.recorder.reconciliation_waits = True
                 self.recorder.put(Reconciliation(self._pairs()))
-        if now >= self._next_report:
-            self._next_report = now + REPORT_S
+        up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
+        if now >= self._next_report or up != self._reported_up:
+            self._next_report, self._reported_up = now + REPORT_S, up
             self._report()
         self._free_stuck(boottime_ns())
         if self.ready and now >= self._last_given + READY_LIMIT_S:

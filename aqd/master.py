@@ -181,8 +181,8 @@ class Master:
         if self._done_serving():
             return
         child = self.dispatcher
-        if child.pid is None and now >= child.respawn.not_before and self.generations.serving is not None:
-            self._start_dispatcher(self.generations.serving)
+        if child.pid is None and now >= child.respawn.not_before:
+            self._start_dispatcher()  # beside the first loader: each takes a third of a second
         if self.draining_until is not None:
             return
         if self.api is not None and self.api.pid is None and now >= self.api.respawn.not_before:
@@ -300,12 +300,13 @@ class Master:
 
     # --- the dispatcher
 
-    def _start_dispatcher(self, serving: Loader) -> None:
+    def _start_dispatcher(self) -> None:
         start = messages.Start(self.config, self.node_id, self.node_name, os.getpid(), __version__)
         peer = self.dispatcher.start(start)
         self.selector.register(peer, selectors.EVENT_READ, self._read_dispatcher)
         self.crew.dispatcher = peer
-        self.dispatcher.send(messages.Serve(serving.generation, serving.handlers))
+        if (serving := self.generations.serving) is not None:
+            self.dispatcher.send(messages.Serve(serving.generation, serving.handlers))
         self.crew.attach_all()
         if self.draining_until is not None:
             self.dispatcher.send(messages.Drain())
