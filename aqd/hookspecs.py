@@ -243,7 +243,7 @@ class JobContext:
     def logger(self) -> "logging.LoggerAdapter[logging.Logger]":
         """A standard logger whose lines carry the job's id, type and attempt."""
         if self._logger is None:
-            fields = {"job": self.id, "type": self.type, "attempt": self.attempt}
+            fields = {"job_id": self.id, "type": self.type, "attempt": self.attempt}
             self._logger = logging.LoggerAdapter(logging.getLogger("aqd.job"), fields)
         return self._logger
 
