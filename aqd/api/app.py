@@ -14,21 +14,31 @@ from aqd.config import Config
 from aqd.job import MAX_JSON_BYTES
 
 
-def create(cfg: Config) -> falcon.App[falcon.Request, falcon.Response]:
+class Application(falcon.App[falcon.Request, falcon.Response]):
+    """The WSGI callable, with what must be closed at the end."""
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(middleware=[_Headers()])
+        self.pool = Pool(cfg)
+        key = AdminKey(cfg.api.admin_api_key)
+        # Both, because Falcon has a handler of its own for its own errors, which is closer to them.
+        self.add_error_handler(Exception, problems.handle)
+        self.add_error_handler(falcon.HTTPError, problems.handle)
+        self.req_options.strip_url_path_trailing_slash = True
+        self.add_route("/jobs", resources.Jobs(self.pool, body_limit(cfg), cfg.jobs.max_payload_bytes))
+        self.add_route("/jobs/{id}", resources.Job(self.pool))
+        self.add_route("/jobs/{id}/retry", resources.Retry(self.pool, key))
+        self.add_route("/admin/failed-jobs", resources.FailedJobs(self.pool, key))
+        self.add_route("/health", resources.Health(self.pool, cfg.keeper.node_ttl_s))
+
+    def close(self) -> None:
+        """Close the database connections."""
+        self.pool.close()
+
+
+def create(cfg: Config) -> Application:
     """The application; it connects to the database with the first request that needs it."""
-    pool = Pool(cfg)
-    key = AdminKey(cfg.api.admin_api_key)
-    app = falcon.App(middleware=[_Headers()])
-    # Both, because Falcon has a handler of its own for its own errors, which is closer to them.
-    app.add_error_handler(Exception, problems.handle)
-    app.add_error_handler(falcon.HTTPError, problems.handle)
-    app.req_options.strip_url_path_trailing_slash = True
-    app.add_route("/jobs", resources.Jobs(pool, body_limit(cfg), cfg.jobs.max_payload_bytes))
-    app.add_route("/jobs/{id}", resources.Job(pool))
-    app.add_route("/jobs/{id}/retry", resources.Retry(pool, key))
-    app.add_route("/admin/failed-jobs", resources.FailedJobs(pool, key))
-    app.add_route("/health", resources.Health(pool, cfg.keeper.node_ttl_s))
-    return app
+    return Application(cfg)
 
 
 def body_limit(cfg: Config) -> int:

@@ -15,6 +15,7 @@ How it fails: :class:`DatabaseUnavailable` and :class:`OutcomeUnknown` (503), :c
 import contextlib
 import heapq
 import itertools
+import logging
 import os
 import select
 import socket
@@ -27,7 +28,8 @@ import msgspec
 import psycopg
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from aqd import config, database
+from aqd import database
+from aqd.api.problems import OutcomeUnknown
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import DatabaseUnavailable, SchemaMismatch
@@ -44,12 +46,12 @@ PROBE_S = 1.0
 # Idle for longer than this, a connection is asked before it is used: a firewall may have forgotten it.
 TRUSTED_IDLE_S = 5.0
 _POOL_TICK_S = 0.2
+# Failed connects in a row that count as "the database is away": one may be a passing reset.
+_FAILURES = 2
 
 log = get_logger("database")
-
-
-class OutcomeUnknown(DatabaseUnavailable):
-    """The connection broke while a change was being committed: it may or may not have happened."""
+# It has a line for each attempt to connect; ours are fewer and say more.
+logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 
 
 class Pool:
@@ -155,6 +157,7 @@ class Pool:
         except psycopg.Error as error:
             self._state.failed(error)
             raise
+        self._state.connected()
         conn._aqd_idle_since = time.monotonic()  # type: ignore[attr-defined]
         return conn
 
@@ -185,6 +188,7 @@ class _State:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._error: psycopg.Error | None = None
+        self._failures = 0  # to connect, without a success between; the pool tries twice in a row
         self._failed_at = 0.0
         self._lent = 0
         self._probing = False
@@ -195,7 +199,7 @@ class _State:
         """The body may try to get a connection; raises at once if it is known that there is no use."""
         probe = False
         with self._lock:
-            if self._error is not None and not self._lent:
+            if self._error is not None and self._failures >= _FAILURES and not self._lent:
                 if self._probing or now - self._failed_at < PROBE_S:
                     raise _unavailable(self._error)
                 self._probing = probe = True
@@ -221,19 +225,27 @@ class _State:
         late = time.monotonic() >= deadline
         with self._lock:
             error = self._error if self._failed_at >= began else None
-            if error is not None and (late or not self._lent):
+            if error is not None and (late or (self._failures >= _FAILURES and not self._lent)):
                 raise _unavailable(error)
         if late:
             # No connection and no error: the server, or the way to it, swallows everything.
             error = psycopg.OperationalError("no answer from the database")
+            with self._lock:
+                self._failures = _FAILURES
             self.failed(error)
             raise _unavailable(error)
 
     def failed(self, error: psycopg.Error) -> None:
         with self._lock:
             self._error = error
+            self._failures += 1
             self._failed_at = time.monotonic()
         self.complain(error)
+
+    def connected(self) -> None:
+        """A connection could be made."""
+        with self._lock:
+            self._failures = 0
 
     def complain(self, error: psycopg.Error) -> None:
         """Say it in the log, at most every ten seconds."""
@@ -246,7 +258,7 @@ class _State:
         if self._error is None:
             return
         with self._lock:
-            away, self._error = self._error is not None, None
+            away, self._error, self._failures = self._error is not None, None, 0
             self._lines.reset("database")
         if away:
             log.info("database is back")
@@ -316,6 +328,9 @@ def _shut_down(fd: int) -> None:
 
 
 def _unavailable(error: psycopg.Error) -> DatabaseUnavailable:
+    """Without names of hosts and roles: those are for the log, not for whoever sends a request."""
+    if error.sqlstate is None:
+        return DatabaseUnavailable("the database cannot be reached")
     return DatabaseUnavailable(f"the database does not serve: {_first_line(error)}")
 
 
@@ -334,5 +349,4 @@ def _translated(error: psycopg.Error) -> Exception:
 
 
 def _first_line(error: psycopg.Error) -> str:
-    text = error.diag.message_primary or str(error).strip().partition("\n")[0] or type(error).__name__
-    return config.mask(text)[:200]
+    return (error.diag.message_primary or type(error).__name__)[:200]

@@ -5,8 +5,8 @@ documents; an unexpected error becomes a 500 that tells the caller nothing but t
 the log has the rest. Also used by the gate for what fails before a request reaches Falcon.
 
 Members: ``type`` (``urn:aqd:…``, stable, to be switched on), ``title``, ``status``, ``detail``, and
-where they apply ``field`` (path of the value), ``bound`` (the limit) and ``stored`` (``"no"`` or
-``"unknown"``, after a POST that failed).
+where they apply ``field`` (path of the value) and ``bound`` (the limit). After a POST, 503 means that
+nothing was changed, unless its type is ``urn:aqd:outcome-unknown``.
 """
 
 import secrets
@@ -29,7 +29,7 @@ from aqd.log import get_logger
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
 
-log = get_logger(__name__)
+log = get_logger("api")
 
 _TITLES = {
     400: ("invalid-request", "The request is not valid"),
@@ -50,6 +50,10 @@ _TITLES = {
     503: ("database-unavailable", "The database is not available"),
     505: ("http-version", "This version of HTTP is not spoken here"),
 }
+
+
+class OutcomeUnknown(DatabaseUnavailable):
+    """The connection broke while a change was being committed: it may or may not have happened."""
 
 
 class Problem(Exception):
@@ -103,6 +107,8 @@ def from_exception(error: Exception) -> Problem:
             return Problem(400, str(error))
         case SchemaMismatch():
             return unavailable(str(error), kind="schema-mismatch", title="The database's schema does not fit")
+        case OutcomeUnknown():
+            return unavailable(str(error), kind="outcome-unknown", title="It is not known what happened")
         case DatabaseUnavailable():
             return unavailable(str(error))
         case falcon.HTTPError():

@@ -74,6 +74,7 @@ class Server(BaseApplication):  # type: ignore[misc]
         self.cfg.set("loglevel", self._aqd.log.level)
         self.cfg.set("logger_class", GunicornLog)
         self.cfg.set("post_fork", _post_fork)
+        self.cfg.set("worker_exit", _worker_exit)
         if not os.access(self.cfg.worker_tmp_dir, os.W_OK):
             self.cfg.set("worker_tmp_dir", None)
         GateWorker.request_timeout_s = api.request_timeout_s
@@ -117,6 +118,13 @@ class GunicornLog(glogging.Logger):  # type: ignore[misc]
 
 def _post_fork(_arbiter: Any, worker: Any) -> None:
     process.die_with_parent(worker.ppid, signal.SIGKILL)
+
+
+def _worker_exit(_arbiter: Any, worker: Any) -> None:
+    """In the worker, as its last act: without it Python would wait five seconds for the pool's threads."""
+    application = getattr(worker, "wsgi", None)
+    if isinstance(application, app.Application):
+        application.close()
 
 
 def _listen(host: str, port: int) -> int:
