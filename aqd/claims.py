@@ -162,7 +162,7 @@ class ClaimBook:
         if rows[0][0] is None:
             rows.clear()
         jobs = [ClaimedJob._make(row[:_NOW_US]) for row in rows]
-        places = {key: place for place, key in enumerate(plan.lanes)}
+        places: dict[tuple[str, int], int] = {key: place for place, key in enumerate(plan.lanes)}
         jobs.sort(key=lambda job: (places[job.queue, job.priority], job.run_at_us, job.id))
         if self._lanes.took(plan, _taken(jobs), limit, self._now_us):
             self._lanes.swept(self._clock() - began)

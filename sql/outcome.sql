@@ -103,8 +103,9 @@ with locked as materialized (
 select c.id from changed c
 
 -- name: find_attempts :many
--- The same question as find_completed, for attempts that did not complete.
+-- The same question as find_completed, for attempts that did not complete. "lost" was written by rescue:
+-- then the lease is lost, and what its owner has to say comes too late.
 -- Index: job_attempts' primary key.
 select i.id
 from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
-where exists (select from aqd.job_attempts a where a.job_id = i.id and a.lease_token = i.token)
+where exists (select from aqd.job_attempts a where a.job_id = i.id and a.lease_token = i.token and a.kind <> 'lost')

@@ -32,13 +32,11 @@ def test_every_parameter_has_a_cast(statement: statements.Statement) -> None:
     assert re.findall(r"\$\d+(?!\d)(?!::)", text) == []
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [statement for statement in PREPARABLE if statement.name not in UTILITY],
-    ids=lambda statement: statement.name,
-)
-def test_prepares(statement: statements.Statement, conn: database.Connection) -> None:
-    conn.execute(b"prepare tried as " + statement.text)
+def test_every_statement_prepares(conn: database.Connection) -> None:
+    """One database for all of them; the server names the statement in its complaint."""
+    for statement in PREPARABLE:
+        if statement.name not in UTILITY:
+            conn.execute(f"prepare {statement.name} as ".encode() + statement.text)
 
 
 def test_parse() -> None:

@@ -1,0 +1,294 @@
+"""Writing outcomes down: complete, fail, release, renew; late owners, lost answers, bad rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from aqd import claims, database, store
+from tests.sql.conftest import Connect
+from tests.sql.support import Queue, book, completion, failure, released
+
+
+def claim(conn: database.Connection, table: Queue, count: int = 1, **options: Any) -> list[claims.ClaimedJob]:
+    table.add(count, **options)
+    jobs = book().claim(conn, count)
+    assert len(jobs) == count
+    return jobs
+
+
+def test_completed(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue, queue="q", priority=2)
+    done = store.Completion(job.id, job.token, '{"file": "ü\\"\\\\.pdf"}', 1.5, 0.25, 0.125, 2048)
+    assert store.record_completed(conn, [done]) == {job.id}
+    row = store.get_job(conn, job.id)
+    assert row is not None
+    assert (row.state, row.queue, row.priority, row.attempt) == ("COMPLETED", "q", 2, 1)
+    assert json.loads(row.result or "") == {"file": 'ü"\\.pdf'}
+    assert (row.wall_s, row.cpu_s, row.peak_kb, row.node_id) == (0.25, 0.125, 2048, "node-1")
+    age = queue.value("select extract(epoch from now() - finished_at)::float from aqd.job_history")
+    assert 1.5 <= age < 10
+    assert queue.value("select count(*) from aqd.jobs") == 0
+    assert store.get_attempts(conn, job.id) == []
+
+
+def test_no_result_is_not_the_json_null(conn: database.Connection, queue: Queue) -> None:
+    without, null = claim(conn, queue, 2)
+    store.record_completed(conn, [completion(without, None), completion(null, "null")])
+    assert store.get_job(conn, without.id).result is None  # type: ignore[union-attr]
+    assert store.get_job(conn, null.id).result == "null"  # type: ignore[union-attr]
+
+
+def test_failed_with_a_retry(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue)
+    fate = store.Failure(
+        job.id, job.token, "crashed", "killed by SIGSEGV", "Tb", 60.0, 0.5, 2.0, 1.0, 999, 11, None
+    )
+    assert store.record_failed(conn, [fate]) == {job.id}
+    row = queue.row(job.id)
+    assert (row["state"], row["attempt"], row["crashes"]) == ("QUEUED", 1, 1)
+    assert row["last_error"] == "killed by SIGSEGV"
+    assert row["lease_token"] is row["lease_expires_at"] is row["node_id"] is row["claimed_at"] is None
+    assert queue.value("select run_at - now() between '50 s' and '60 s' from aqd.jobs")
+    (attempt,) = store.get_attempts(conn, job.id)
+    assert (attempt.attempt, attempt.kind, attempt.signal, attempt.traceback) == (1, "crashed", 11, "Tb")
+    assert (attempt.finished_at - attempt.started_at).total_seconds() == 2.0  # type: ignore[operator]
+    assert store.list_failed(conn) == []
+
+
+def test_failed_for_good(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue)
+    assert store.record_failed(conn, [failure(job, None, "timed_out")]) == {job.id}
+    assert queue.row(job.id)["state"] == "FAILED"
+    (record,) = store.list_failed(conn)
+    assert (record.job_id, record.kind, record.error, record.attempts) == (job.id, "timed_out", "boom", 1)
+    assert (record.state, record.resolved_at, record.traceback) == ("FAILED", None, "Traceback …")
+
+
+def test_released(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue)
+    before = queue.row(job.id)["run_at"]
+    assert store.release(conn, [released(job)], 20) == {job.id}
+    row = queue.row(job.id)
+    assert (row["state"], row["attempt"], row["interruptions"], row["run_at"]) == ("QUEUED", 0, 0, before)
+    assert store.get_attempts(conn, job.id) == []
+
+
+def test_interruptions_are_counted_apart_and_bounded(conn: database.Connection, queue: Queue) -> None:
+    """F37: the attempt comes back each time, but not for ever; the history shows which was which."""
+    (id,) = queue.add(max_attempts=3)
+    mine = book()
+    for round in range(1, 4):
+        mine.lower("default", 0)
+        (job,) = mine.claim(conn, 1)
+        assert job.attempt == 1
+        assert store.release(conn, [released(job, interrupted=True)], 2) == {id}
+        assert queue.row(id)["interruptions"] == round
+    row = queue.row(id)
+    assert row["state"] == "FAILED"
+    assert [attempt.kind for attempt in store.get_attempts(conn, id)] == ["interrupted"] * 3
+    (record,) = store.list_failed(conn)
+    assert record.kind == "interrupted"
+    assert "more than 2 times" in (record.error or "")
+
+
+def test_renewed(conn: database.Connection, queue: Queue) -> None:
+    jobs = claim(conn, queue, 3)
+    pairs = [(job.id, job.token) for job in jobs]
+    assert store.renew(conn, [*pairs[:2], (jobs[2].id, 1), (999, 1)], 3600.0) == {jobs[0].id, jobs[1].id}
+    later = queue.conn.execute(
+        "select id from aqd.jobs where lease_expires_at > now() + interval '50 min' order by id"
+    )
+    assert [row[0] for row in later] == [jobs[0].id, jobs[1].id]
+    assert store.renew(conn, [], 30.0) == set()
+
+
+def test_renewal_is_hot(conn: database.Connection, queue: Queue) -> None:
+    """No index may hold what a renewal changes (DATA: 99 % HOT)."""
+    jobs = claim(conn, queue, 20)
+    pairs = [(job.id, job.token) for job in jobs]
+    with conn.transaction():
+        store.renew(conn, pairs, 30.0)
+        hot = conn.execute("select pg_stat_get_xact_tuples_hot_updated('aqd.jobs'::regclass)").fetchone()
+    assert hot == (20,)
+
+
+# --- late owners ----------------------------------------------------------------------------------
+
+
+def completed_by_b(conn: database.Connection, queue: Queue, id: int) -> None:
+    store.record_completed(conn, [completion(reclaim(conn, queue, id), '"from b"')])
+
+
+def failed_by_b(conn: database.Connection, queue: Queue, id: int) -> None:
+    store.record_failed(conn, [failure(reclaim(conn, queue, id))])
+
+
+def running_on_b(conn: database.Connection, queue: Queue, id: int) -> None:
+    reclaim(conn, queue, id)
+
+
+def waiting_for_b(conn: database.Connection, queue: Queue, id: int) -> None:
+    queue.expire(id)
+    store.rescue(conn, 10, 0.0, 0.0, 5)
+
+
+def retried_by_hand(conn: database.Connection, queue: Queue, id: int) -> None:
+    failed_by_b(conn, queue, id)
+    store.retry_job(conn, id)
+
+
+def deleted(conn: database.Connection, queue: Queue, id: int) -> None:
+    queue.conn.execute("delete from aqd.jobs where id = %s", [id])
+
+
+def reclaim(conn: database.Connection, queue: Queue, id: int) -> claims.ClaimedJob:
+    waiting_for_b(conn, queue, id)
+    (job,) = book(node_id="b").claim(conn, 1)
+    assert job.id == id
+    return job
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [completed_by_b, failed_by_b, running_on_b, waiting_for_b, retried_by_hand, deleted],
+    ids=lambda meanwhile: meanwhile.__name__,
+)
+def test_late_owner_changes_nothing(
+    conn: database.Connection, queue: Queue, meanwhile: Callable[..., None]
+) -> None:
+    """F30: every kind of late word of A matches no row."""
+    (job,) = claim(conn, queue)
+    meanwhile(conn, queue, job.id)
+    tables = ("jobs", "job_history", "job_attempts", "failed_jobs")
+    look = [f"select to_jsonb(t)::text from aqd.{table} t order by 1" for table in tables]
+    before = [queue.conn.execute(query).fetchall() for query in look]
+    assert store.renew(conn, [(job.id, job.token)], 30.0) == set()
+    assert store.record_completed(conn, [completion(job)]) == set()
+    assert store.release(conn, [released(job, interrupted=True)], 20) == set()
+    assert store.record_failed(conn, [failure(job)]) == set()
+    assert [queue.conn.execute(query).fetchall() for query in look] == before
+
+
+# --- answers that were lost -----------------------------------------------------------------------
+
+
+def test_recording_again_after_a_lost_answer(conn: database.Connection, queue: Queue) -> None:
+    """F40: the COMMIT went through, its answer did not come; the same batch is sent again."""
+    done, failed = claim(conn, queue, 2)
+    for _ in range(3):
+        assert store.record_completed(conn, [completion(done)]) == {done.id}
+        assert store.record_failed(conn, [failure(failed)]) == {failed.id}
+    assert queue.value("select count(*) from aqd.job_history") == 1
+    assert queue.value("select count(*) from aqd.job_attempts") == 1
+    assert queue.value("select failures from aqd.failed_jobs") == 1
+
+
+def test_lost_answer_in_a_batch_with_new_outcomes(conn: database.Connection, queue: Queue) -> None:
+    jobs = claim(conn, queue, 4)
+    store.record_completed(conn, [completion(job) for job in jobs[:2]])
+    stranger = completion(jobs[3])._replace(token=1)
+    assert store.record_completed(conn, [*map(completion, jobs[:3]), stranger]) == {
+        job.id for job in jobs[:3]
+    }
+
+
+def test_the_same_outcome_twice_in_one_batch(conn: database.Connection, queue: Queue) -> None:
+    one, two, three = claim(conn, queue, 3)
+    assert store.record_completed(conn, [completion(one)] * 2) == {one.id}
+    assert store.record_failed(conn, [failure(two)] * 2) == {two.id}
+    assert store.release(conn, [released(three, interrupted=True)] * 2, 20) == {three.id}
+    assert queue.value("select count(*) from aqd.job_history") == 1
+    assert queue.value("select count(*) from aqd.job_attempts") == 2
+    assert queue.row(three.id)["interruptions"] == 1
+
+
+# --- bad rows -------------------------------------------------------------------------------------
+
+
+def test_bad_result_does_not_stop_the_batch(conn: database.Connection, queue: Queue) -> None:
+    jobs = claim(conn, queue, 9)
+    batch = [completion(job, "1") for job in jobs]
+    batch[3] = completion(jobs[3], '"\\u0000"')
+    batch[7] = completion(jobs[7], "not json")
+    assert store.record_completed(conn, batch) == {job.id for job in jobs}
+    states = [queue.state(job.id) for job in jobs]
+    assert states.count("COMPLETED") == 7
+    assert states[3] == states[7] == "FAILED"
+    errors = {record.job_id: record.error or "" for record in store.list_failed(conn)}
+    assert "cannot store its result" in errors[jobs[3].id]
+    assert "\\u0000" in errors[jobs[3].id]
+
+
+def test_every_failure_can_be_written(conn: database.Connection, queue: Queue) -> None:
+    jobs = claim(conn, queue, 5)
+    batch = [
+        failure(jobs[0], error="nul \0 and surrogate \ud800"),
+        failure(jobs[1], error="x" * 50_000_000),
+        failure(jobs[2], kind="no such kind"),
+        failure(jobs[3])._replace(exit_code=2**40),
+        failure(jobs[4], error='{"quotes\\": "}'),
+    ]
+    assert store.record_failed(conn, batch) == {job.id for job in jobs}
+    assert all(queue.state(job.id) == "FAILED" for job in jobs)
+    errors = [store.get_attempts(conn, job.id)[0].error or "" for job in jobs]
+    assert errors[0] == "nul \\0 and surrogate \\ud800"
+    assert len(errors[1]) < store.MAX_ERROR + 100
+    assert "characters left out" in errors[1]
+    assert "could not be stored" in errors[2]
+    assert errors[4] == '{"quotes\\": "}'
+
+
+def test_missing_partition_is_made(conn: database.Connection, queue: Queue) -> None:
+    jobs = claim(conn, queue, 3)
+    names = queue.conn.execute(
+        "select inhrelid::regclass::text from pg_inherits where inhparent = 'aqd.job_history'::regclass"
+    ).fetchall()
+    for (name,) in names:
+        queue.conn.execute(f"drop table {name}")
+    assert store.record_completed(conn, [completion(job) for job in jobs]) == {job.id for job in jobs}
+    assert queue.value("select count(*) from aqd.job_history") == 3
+
+
+def test_nothing_is_changed_when_the_statement_fails(connect: Connect, queue: Queue) -> None:
+    """Atomic: the job is in exactly one of the two tables."""
+    conn = connect()
+    jobs = claim(conn, queue, 2)
+    queue.conn.execute("alter table aqd.job_history add constraint refuse check (id < 0)")
+    bad = [completion(job) for job in jobs]
+    with pytest.raises(psycopg.errors.CheckViolation), conn.transaction():
+        store.record_completed(conn, bad)
+    assert [queue.row(job.id)["state"] for job in jobs] == ["PROCESSING"] * 2
+
+
+def test_old_outcome_is_recorded_in_a_partition_that_exists(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue)
+    assert store.record_completed(conn, [completion(job, age_s=1e7)]) == {job.id}
+    assert queue.value(
+        "select now() - finished_at <= interval '1 day' + interval '1 minute' from aqd.job_history"
+    )
+
+
+def test_empty_batches(conn: database.Connection) -> None:
+    assert store.record_completed(conn, []) == set()
+    assert store.record_failed(conn, []) == set()
+    assert store.release(conn, [], 20) == set()
+
+
+def test_big_batch_in_any_order(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(2000)
+    jobs = book().claim(conn, 2000)
+    batch = [completion(job, f"[{job.id}]") for job in reversed(jobs)]
+    assert store.record_completed(conn, batch) == {job.id for job in jobs}
+    wrong = queue.value("select count(*) from aqd.job_history where result <> jsonb_build_array(id)")
+    assert wrong == 0
+
+
+def test_job_facts(conn: database.Connection, queue: Queue) -> None:
+    (one,) = queue.add(max_attempts=7)
+    (two,) = queue.add(type="other")
+    assert store.job_facts(conn, [one, two, 999]) == {one: ("noop", 7), two: ("other", None)}
