@@ -1,0 +1,382 @@
+"""The page's examples as one story: run in its order, on one daemon, each followed by a look at what it did.
+
+A block without an entry in :data:`CHECKS` only has to succeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pypdf
+
+from aqd import config
+from tests.fixtures import processes
+from tests.fixtures.daemon import Daemon
+from tests.fixtures.jobs import Jobs
+from tests.fixtures.processes import wait_until
+from tests.system.readme_page import PAGE, ROOT, Block
+
+KEY = "the-key-of-the-story"
+# Where there is no curl: what the page needs of it.
+CURL = """
+import sys, urllib.error, urllib.request
+args, headers, options = sys.argv[1:], {}, {"-X": None, "-d": None}
+url = None
+while args:
+    arg = args.pop(0)
+    if arg == "-H":
+        name, _, value = args.pop(0).partition(":")
+        headers[name] = value.strip()
+    elif arg in options:
+        options[arg] = args.pop(0)
+    else:
+        url = arg
+body = options["-d"].encode() if options["-d"] else None
+try:
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers, method=options["-X"])) as answer:
+        print(answer.read().decode(), end="")
+except urllib.error.HTTPError as refused:
+    print(refused.read().decode(), end="")
+    sys.exit(22)
+"""
+
+
+class World:
+    """One daemon with the API, and a shell in which ``aqd`` and ``curl`` mean it."""
+
+    def __init__(self, daemon: Daemon, jobs: Jobs, port: int) -> None:
+        self.daemon = daemon
+        self.jobs = jobs
+        self.port = port
+        self.home = daemon.directory
+        self.database_url = str(daemon.config["database"]["url"])
+        self.roles: list[str] = []
+        self.notes: dict[str, Any] = {}
+        self._bin = self.home / "bin"
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._bin.mkdir()
+        for plugin in (ROOT / "plugins").glob("*.py"):
+            shutil.copy(plugin, self.daemon.plugins_dir)
+        key = self.home / ".local/share/aqd/admin-key"
+        key.parent.mkdir(parents=True)
+        key.write_text(KEY + "\n")
+        self._script("aqd", f'exec {sys.executable} -m aqd "$@"')
+        if real := shutil.which("curl"):
+            self._script("curl", f'exec {real} --silent --show-error --fail-with-body "$@"')
+        else:
+            (self._bin / "curl.py").write_text(CURL)
+            self._script("curl", f'exec {sys.executable} {self._bin}/curl.py "$@"')
+        with psycopg.connect(self.database_url) as conn:
+            conn.execute("create table orders (item text)")
+
+    def _script(self, name: str, text: str) -> None:
+        path = self._bin / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def environment(self) -> dict[str, str]:
+        env = self.daemon.environment()
+        return env | {
+            "PATH": f"{self._bin}:{env['PATH']}",
+            "HOME": str(self.home),
+            "AQD_CONFIG": str(self.daemon.config_file),
+        }
+
+    # --- running blocks
+
+    def run(self, block: Block) -> str:
+        """Do what the block says; its output."""
+        match block.language:
+            case "sh":
+                text = block.text.replace("localhost:4000", f"127.0.0.1:{self.port}")
+                return self._command(block, ["sh", "-e", "-c", text], self.environment())
+            case "python" if found := re.match(r"# plugins/(\w+\.py)\n", block.text):
+                (self.daemon.plugins_dir / found.group(1)).write_text(block.text)
+                return ""
+            case "python":
+                # For the application, DATABASE_URL is its own; aqd's settings come from the daemon's file.
+                env = self.environment() | {"DATABASE_URL": self.database_url}
+                return self._command(block, [sys.executable, "-c", block.text], env)
+            case "sql":
+                return self._sql(block.text)
+            case "toml":
+                return self._toml(block.text)
+        raise AssertionError(f"line {block.line}: nobody knows how to run {block.language!r}")
+
+    def _command(self, block: Block, command: list[str], env: dict[str, str]) -> str:
+        done = subprocess.run(
+            command, cwd=self.home, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        said = f"README line {block.line}\n{block.text}{done.stdout}{done.stderr}\n{self.daemon.tail()}"
+        assert done.returncode == 0, f"status {done.returncode} of {said}"
+        return done.stdout
+
+    def _sql(self, text: str) -> str:
+        """Role names are the cluster's, not the database's: the test makes ones of its own."""
+        for role in re.findall(r"^create role (\w+)", text, re.MULTILINE):
+            mine = f"{role}_{os.getpid()}"
+            text = re.sub(rf"\b{role}\b(?=;| login)", mine, text)
+            self.roles.append(mine)
+        out = []
+        with psycopg.connect(self.database_url, autocommit=True) as conn:
+            cursor = conn.execute(text)
+            while True:
+                if cursor.description:
+                    out += [str(row) for row in cursor.fetchall()]
+                if not cursor.nextset():
+                    return "\n".join(out)
+
+    def _toml(self, text: str) -> str:
+        """The file of an administrator who pastes it; settings of plugins also go into the daemon's own."""
+        document = tomllib.loads(text)
+        if "project" in document:
+            return ""
+        file = self.home / "pasted.toml"
+        file.write_text(text)
+        config.load(str(file), {})
+        settings = document.get("plugins", {}).get("settings", {})
+        mine = {name: table for name, table in settings.items() if name != "generate_pdf"}
+        if mine:
+            merged = {**self.daemon.config["plugins"]["settings"], **mine}
+            self.daemon.configure({"plugins": {"settings": merged}})
+            done = self.daemon.aqd("reload")
+            assert done.returncode == 0, done.stderr
+        return ""
+
+    def drop_roles(self) -> None:
+        with psycopg.connect(self.database_url, autocommit=True) as conn:
+            for role in self.roles:
+                conn.execute(f"drop owned by {role}")
+                conn.execute(f"drop role {role}")
+
+    def submit(self, type: str, payload: Any, state: str = "COMPLETED") -> dict[str, Any]:
+        """A job through the command line; its row when it is in ``state``."""
+        done = self.daemon.aqd("submit", type, json.dumps(payload))
+        assert done.returncode == 0, done.stderr
+        return self.jobs.wait(int(done.stdout), state)
+
+
+# --- what each block did ------------------------------------------------------------------------------
+
+Check = Callable[[World, str], None]
+CHECKS: dict[tuple[str, str, int], Check] = {}
+
+
+def check(heading: str, number: int = 0, language: str = "sh") -> Callable[[Check], Check]:
+    def add(function: Check) -> Check:
+        CHECKS[heading, language, number] = function
+        return function
+
+    return add
+
+
+def shape(value: Any) -> Any:
+    """Names and kinds of a document, whatever its values."""
+    if isinstance(value, dict):
+        return {name: shape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value]
+    return "number" if isinstance(value, int | float) else type(value).__name__
+
+
+@check("Submit a job")
+def the_literal_example(world: World, output: str) -> None:
+    answer = json.loads(output)
+    shown = json.loads(PAGE.block("Submit a job", "json").text)
+    assert shape(answer) == shape(shown)
+    assert (answer["id"], answer["jobId"], answer["status"]) == ("1", "1", "QUEUED")
+    world.jobs.wait(1, "COMPLETED")
+
+
+@check("Submit a job", 1)
+def its_result(world: World, output: str) -> None:
+    answer = json.loads(output)
+    shown = json.loads(PAGE.block("Submit a job", "json", 1).text)
+    assert shape(answer) == shape(shown)
+    assert list(answer) == list(shown)
+    assert answer["status"] == "COMPLETED"
+    pages = pypdf.PdfReader(answer["result"]["file"]).pages
+    assert "Hello World" in pages[0].extract_text()
+    the_processes(world)
+
+
+def the_processes(world: World) -> None:
+    """The drawing shows these processes and no others."""
+    drawing = PAGE.block("The processes of one machine", "text").text
+
+    def kind(title: str) -> str:
+        return re.sub(r"\[(idle|generate_pdf 42)\]", "[…]", re.sub(r"\d+(?= g)|(?<=g)\d+", "N", title))
+
+    shown = {kind(found) for found in re.findall(r"(?:aqd|gunicorn): .+?(?=\s{2}|$)", drawing, re.MULTILINE)}
+    here = {kind(each.title) for each in [processes.look(world.daemon.pid), *world.daemon.tree()] if each}
+    here.discard("gunicorn: worker [aqd.api]")
+    assert shown == here
+
+
+@check("A handler in ten lines")
+def the_handler(world: World, output: str) -> None:
+    assert re.search(r"^ plugin +greet +ok +greet", output, re.MULTILINE)
+    assert "generation 2 serves" in output
+    job = int(output.split()[-1])
+    result = world.jobs.wait(job, "COMPLETED")["result"]
+    assert (result["text"], result["attempt"]) == ("Hello World", 1)
+
+
+@check("A handler in ten lines", 1)
+def the_list(_world: World, output: str) -> None:
+    assert "generate_pdf" in output
+    assert "COMPLETED" in output
+
+
+@check("A handler in ten lines", 2)
+def the_failure(world: World, output: str) -> None:
+    assert "KeyError: 'name'" in output
+    assert "Traceback" in output
+    job = int(re.search(r"^job +(\d+)", output, re.MULTILINE)[1])  # type: ignore[index]
+    assert world.jobs.wait(job, "FAILED")["attempt"] == 3
+    done = world.daemon.aqd("jobs", "retry", str(job))
+    assert done.stdout == f"job {job} is QUEUED\n", done.stderr
+    assert world.jobs.wait(job, "FAILED")["attempt"] == 3
+
+
+@check("Several workers")
+def several_at_once(world: World, output: str) -> None:
+    assert " greet " in output
+    ids = [int(line) for line in (world.home / "ids").read_text().split()]
+    assert world.jobs.wait_all(ids) == {"COMPLETED": 8}
+    workers = {world.jobs.get(job)["result"]["worker"] for job in ids}
+    assert len(workers) > 1, "one worker ran all of them"
+
+
+@check("Several workers", 1)
+def their_results(_world: World, output: str) -> None:
+    assert len(output.splitlines()) == 8
+    assert '"worker"' in output
+
+
+@check("Kill things and see")
+def a_worker_killed(world: World, output: str) -> None:
+    assert "worker killed by signal 9 (SIGKILL)" in output
+    job = int(output.split()[0])
+    row = world.jobs.wait(job, "COMPLETED")
+    assert row["attempt"] == 2
+    assert [(a["kind"], a["signal"]) for a in world.jobs.attempts(job)] == [("crashed", 9)]
+
+
+@check("Kill things and see", 1)
+def the_dispatcher_killed(world: World, output: str) -> None:
+    world.daemon.wait_for("dispatcher ended", status="signal 9 (SIGKILL)")
+    assert world.jobs.wait(int(output), "COMPLETED")["attempt"] == 1
+
+
+@check("Kill things and see", 2)
+def the_master_killed(world: World, output: str) -> None:
+    world.daemon.killed = True
+    assert world.daemon.wait_exit() == -9
+    assert world.jobs.state(int(output)) == "PROCESSING"
+    world.daemon.start()
+    row = world.jobs.wait(int(output), "COMPLETED", 40)
+    assert row["attempt"] == 2
+    assert [a["kind"] for a in world.jobs.attempts(int(output))] == ["lost"]
+
+
+@check("The API")
+def the_requests(world: World, output: str) -> None:
+    made, listed, health = [json.loads(line) for line in output.splitlines()]
+    row = world.jobs.get(int(made["id"]))
+    assert (row["queue"], row["priority"], row["max_attempts"]) == ("mail", 10, 8)
+    assert (row["run_at"] - row["created_at"]).total_seconds() == 3600
+    assert all(job["type"] == "greet" for job in listed["jobs"])
+    assert set(listed) == {"jobs", "next_cursor"}
+    assert health["status"] == "ok"
+    assert health["nodes"]["live"] >= 1
+
+
+@check("The API", 1)
+def the_admin(_world: World, output: str) -> None:
+    assert "KeyError: 'name'" in output
+
+
+@check("SQL", 0, "sql")
+def in_a_transaction(world: World, output: str) -> None:
+    job = int(re.search(r"\d+", output)[0])  # type: ignore[index]
+    assert world.jobs.wait(job, "COMPLETED")["result"]["text"] == "Hello SQL"
+
+
+@check("SQL", 1, "sql")
+def looking(_world: World, output: str) -> None:
+    assert "KeyError: 'name'" in output
+    assert "lost" in output
+    assert "running" in output
+
+
+@check("SQL", 2, "sql")
+def the_small_role(world: World, _output: str) -> None:
+    with psycopg.connect(world.database_url, autocommit=True) as conn:
+        conn.execute(f"set role {world.roles[-1]}")
+        row = conn.execute("select aqd.enqueue('greet', '{\"name\": \"role\"}')").fetchone()
+        assert row is not None
+        assert conn.execute("select id from aqd.all_jobs where id = %s", row).fetchone() == row
+
+
+@check("Python", 0, "python")
+def the_client(world: World, output: str) -> None:
+    job, state = output.split()
+    assert state in ("QUEUED", "PROCESSING", "COMPLETED")
+    row = world.jobs.wait(int(job), "COMPLETED")
+    assert (row["result"]["text"], row["priority"]) == ("Hello Python", 5)
+    assert world.jobs.conn.execute("select item from orders order by item").fetchall() == [
+        {"item": "book"},
+        {"item": "lamp"},
+    ]
+
+
+@check("Handlers", 0, "toml")
+def the_example_plugin(world: World, _output: str) -> None:
+    assert world.submit("shout", {"text": "hello"})["result"] == "HELLO?"
+    refused = world.submit("shout", {}, "FAILED")
+    assert (refused["attempt"], refused["last_error"]) == (1, "payload.text is missing")
+    assert world.submit("wait", {})["result"] == {"attempt": 2}
+
+
+@check("Handlers", 2, "toml")
+def the_hooks(world: World, _output: str) -> None:
+    job = world.submit("noop", {})
+    found = world.daemon.wait_for(
+        lambda line: str(line["event"]).startswith("job took "), job_id=str(job["id"])
+    )
+    assert found["event"].endswith("s: completed")
+
+
+@check("Handlers")
+def the_allowed_program(world: World, output: str) -> None:
+    assert world.jobs.wait(int(output), "COMPLETED")["result"]["stdout"] == "hello\n"
+
+
+@check("On a server", 0, "sql")
+def the_role_of_the_api(world: World, _output: str) -> None:
+    """Its statements, by the functions that the API calls."""
+    from aqd import job, store
+
+    failed = world.jobs.conn.execute("select id from aqd.jobs where state = 'FAILED' limit 1").fetchone()
+    assert failed is not None
+    with psycopg.connect(world.database_url, autocommit=True) as conn:
+        conn.execute(f"set role {world.roles[-1]}")
+        made = store.enqueue(conn, job.validate("noop"))
+        wait_until(lambda: store.get_job(conn, made.id).state == "COMPLETED")  # type: ignore[union-attr]
+        assert store.get_attempts(conn, failed["id"])
+        assert store.list_jobs(conn, store.JobFilter(), None, 10)
+        assert store.list_failed(conn, None, 10)
+        assert store.health(conn, 30.0).problem is None
+        assert store.retry_job(conn, failed["id"]).state == "QUEUED"

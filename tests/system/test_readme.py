@@ -1,0 +1,352 @@
+"""README.md says what is true: its examples are run, its tables are compared with the code.
+
+A block is either part of the story (``readme_story.py``), compared by a test of its own, or named in
+:data:`NOT_RUN` with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from collections.abc import Callable
+
+import falcon
+import falcon.inspect
+import falcon.testing
+import pytest
+
+import aqd
+from aqd import __version__, config, job, log, plugin_files, worker
+from aqd.api import app, query
+from aqd.errors import Exit
+from aqd.hookspecs import HOOK_NAMES, MAX_ATTEMPTS_BOUND, Handlers, Hooks, JobContext
+from aqd.job import JobRequest, State
+from tests.fixtures.daemon import Daemon
+from tests.fixtures.jobs import Jobs
+from tests.fixtures.postgres import free_port
+from tests.system import readme_code
+from tests.system.readme_page import PAGE, ROOT, Block, code, only
+from tests.system.readme_story import CHECKS, KEY, World
+
+RUN = ("sh", "python", "sql", "toml")
+NOT_RUN = {
+    ("Two commands", "sh", 0): "packaging/demo is run by test_demo.py; packaging/test runs this test",
+    ("Two commands", "sh", 1): "names the environment that packaging/demo makes; the story has its own",
+    ("On a server", "sh", 0): "changes the machine as root; its files are looked for below",
+    ("On a server", "sh", 1): "changes the machine as root; its files are looked for below",
+    ("On a server", "sh", 2): "changes the machine's PostgreSQL as root",
+    ("On a server", "sh", 3): "changes the machine as root; its commands are looked for below",
+    ("On a server", "ini", 0): "a drop-in of systemd; its variable is looked for below",
+    ("Working on the code", "sh", 0): "runs this suite; the files are looked for below",
+}
+COMPARED = {
+    ("Submit a job", "json", 0): "the story: the_literal_example",
+    ("Submit a job", "json", 1): "the story: its_result",
+    ("The processes of one machine", "text", 0): "the story: the_processes",
+    ("The life of a job", "text", 0): "test_the_states",
+    ("Operations", "text", 0): "test_the_status",
+    ("Working on the code", "text", 0): "test_the_layers",
+}
+
+
+def test_every_block_is_accounted_for() -> None:
+    here = {block.key for block in PAGE.blocks}
+    assert set(NOT_RUN) <= here
+    assert set(COMPARED) <= here
+    assert set(CHECKS) <= here - set(NOT_RUN)
+    for block in PAGE.blocks:
+        if block.key not in NOT_RUN and block.key not in COMPARED:
+            assert block.language in RUN, f"line {block.line}: nobody runs this block"
+
+
+@pytest.mark.timeout(420)
+def test_the_examples(start_daemon: Callable[..., Daemon], jobs: Jobs) -> None:
+    port = free_port()
+    settings = {
+        "daemon": {"slots": 4},
+        "api": {"port": port, "workers": 1, "admin_api_key": KEY},
+        "log": {"level": "info"},
+    }
+    daemon = start_daemon(settings, with_api=True, start=False)
+    daemon.configure(
+        {"plugins": {"settings": {"generate_pdf": {"output_dir": str(daemon.directory / "pdf")}}}}
+    )
+    for fixture in daemon.plugins_dir.glob("*.py"):
+        fixture.unlink()  # the page knows the shipped plugins only
+    world = World(daemon, jobs, port)
+    daemon.start()
+    try:
+        for block in PAGE.blocks:
+            if block.key in NOT_RUN or block.key in COMPARED:
+                continue
+            output = world.run(block)
+            if block.key in CHECKS:
+                CHECKS[block.key](world, output)
+        the_status(world)
+    finally:
+        world.drop_roles()
+
+
+def the_status(world: World) -> None:
+    """The example of ``aqd status`` has the lines and columns of a real one."""
+
+    def form(text: str) -> list[list[str]]:
+        heads = (
+            "aqd ",
+            "configuration:",
+            "database:",
+            "since the start:",
+            "processes:",
+            "slots:",
+            "plugins:",
+        )
+        columns = (" process", " slot ", " plugin ")
+        return [
+            line.split() if line.startswith(columns) else [line.split(" ")[0]]
+            for line in text.splitlines()
+            if line.startswith(heads + columns)
+        ]
+
+    assert form(world.daemon.aqd("status").stdout) == form(PAGE.block("Operations", "text").text)
+
+
+# --- what is not run ----------------------------------------------------------------------------------
+
+
+def words_of(*keys: tuple[str, str, int]) -> list[str]:
+    return [word for key in keys for word in PAGE.block(*key).text.split()]
+
+
+def test_the_files_and_commands_of_blocks_that_are_not_run() -> None:
+    words = words_of(*(key for key in NOT_RUN if key[1] == "sh"))
+    paths = [word for word in words if re.match(r"(packaging|systemd|etc|tests|\.ci)/", word)]
+    assert len(paths) >= 9
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    known = readme_code.commands()
+    for key in NOT_RUN:
+        for command in re.findall(r"^(?:sudo -u aqd )?(aqd [a-z ]+)$", PAGE.block(*key).text, re.MULTILINE):
+            assert command in known
+    variables = {f"{name}_FILE" for o in config.OPTIONS.values() for name in o.env if o.key in config.SECRETS}
+    assert re.search(r"Environment=(\w+)=", PAGE.block("On a server", "ini").text)[1] in variables  # type: ignore[index]
+
+
+def test_the_units_are_as_the_page_says() -> None:
+    unit = (ROOT / "systemd/aqd.service").read_text()
+    assert "ExecStart=/usr/bin/aqd run" in unit
+    assert "RestartSec=2\n" in unit
+    for folder in ("StateDirectory", "LogsDirectory", "RuntimeDirectory"):
+        assert f"{folder}=aqd\n" in unit
+    assert "PrivateTmp=yes" in unit
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def test_the_options() -> None:
+    rows = {only(row[0]): row for row in PAGE.table("option", "Configuration").rows}
+    assert list(rows) == list(config.OPTIONS)
+    for key, option in config.OPTIONS.items():
+        bounds = "" if option.low is None else f"{option.low}..{option.high}"
+        assert rows[key][1:3] == [f"`{config.shown(key, option.default)}`", bounds], key
+        assert code(rows[key][3]) == list(option.env), key
+        assert rows[key][4], key
+
+
+def test_other_names_of_options() -> None:
+    """Whatever the text calls an option is one."""
+    sections = "|".join(config.Config.__struct_fields__)
+    for named in set(re.findall(rf"`((?:{sections})\.[a-z_]+)`", PAGE.text)):
+        assert named in config.OPTIONS, named
+    for named in ("DATABASE_URL_FILE", "AQD_DATABASE_URL_FILE", "PDF_OUTPUT_DIR", "AQD_DEBUG", "AQD_CONFIG"):
+        assert f"`{named}" in PAGE.text
+
+
+def test_the_exit_codes() -> None:
+    rows = [(int(row[0]), only(row[1])) for row in PAGE.table("code").rows]
+    assert rows == [(int(each), each.name) for each in Exit]
+
+
+def test_the_log() -> None:
+    rows = {only(row[0]): set(row[1].split(", ")) for row in PAGE.table("event").rows}
+    assert len(rows) == len(PAGE.table("event").rows), "an event stands twice"
+    events = readme_code.log_events()
+    assert len(events) > 50
+    assert {e: levels for e, levels in events.items() if e not in rows} == {}, "not on the page"
+    assert set(rows) - set(events) == set(), "not in the code"
+    assert {event: events[event] for event in rows} == rows
+
+
+def test_the_hooks() -> None:
+    rows = {only(row[0]): only(row[1]).split(", ") for row in PAGE.table("hook").rows}
+    assert list(rows) == list(HOOK_NAMES)
+    for name, arguments in rows.items():
+        assert arguments == list(inspect.signature(getattr(Hooks, name)).parameters)[1:], name
+
+
+def test_the_options_of_handlers() -> None:
+    for function in (Handlers.add, Handlers.handler):
+        parameters = inspect.signature(function).parameters.values()
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        assert [only(row[0]) for row in PAGE.table("option", "Handlers").rows] == keywords
+    assert f"1..{MAX_ATTEMPTS_BOUND}" in PAGE.table("option", "Handlers").rows[1][2]
+
+
+def test_the_job() -> None:
+    names = {name for name in dir(JobContext) if not name.startswith("_")}
+    assert {only(row[0]) for row in PAGE.table("attribute of `job`").rows} == names
+
+
+def test_the_exceptions() -> None:
+    named = {found[1] for row in PAGE.table("exception").rows if (found := re.match(r"`aqd\.(\w+)", row[0]))}
+    exceptions = {
+        n for n in aqd.__all__ if inspect.isclass(e := getattr(aqd, n)) and issubclass(e, BaseException)
+    }
+    assert named == exceptions
+    for row in PAGE.table("exception").rows:
+        if found := re.match(r"`aqd\.(\w+)\(([^)]+)\)", row[0]):
+            assert list(inspect.signature(getattr(aqd, found[1])).parameters) == found[2].split(", ")
+
+
+def test_the_routes() -> None:
+    service = app.create(config.load(None, {"AQD_CONFIG": "/dev/null"}))
+    try:
+        known = {
+            f"{method.method} {route.path}"
+            for route in falcon.inspect.inspect_routes(service)
+            for method in route.methods
+            if not method.internal and method.method not in ("HEAD", "OPTIONS")
+        }
+        rows = PAGE.table("route").rows
+        assert {only(row[0]) for row in rows} == known
+        client = falcon.testing.TestClient(service)
+        for row in rows:
+            method, path = only(row[0]).split(" ")
+            if row[3] == "admin":  # this one has no key configured
+                assert client.simulate_request(method, path.replace("{id}", "1")).status_code == 403
+            else:
+                assert not re.search("retry|admin", path)
+    finally:
+        service.close()
+    limits = PAGE.table("route").rows[1][1]
+    assert f"1..{query.LIMIT_MAX}, default {query.LIMIT_DEFAULT}" in limits
+
+
+def test_the_fields_of_a_job() -> None:
+    rows = {only(row[0]): row[2] for row in PAGE.table("field").rows}
+    assert list(rows) == list(JobRequest.__struct_fields__)
+    assert rows["priority"] == f"{job.MIN_PRIORITY}..{job.MAX_PRIORITY}"
+    assert rows["run_at"] == f"{job.MIN_RUN_AT:%Y-%m-%d}..{job.MAX_RUN_AT:%Y-%m-%d}"
+    assert rows["delay_s"] == f"0..{job.MAX_DELAY_S}"
+    assert rows["max_attempts"] == f"1..{job.MAX_ATTEMPTS}"
+    assert rows["timeout_s"] == f"0.1..{job.MAX_TIMEOUT_S}"
+    assert rows["payload"] == f"{job.MAX_JSON_BYTES >> 20} MiB, {job.MAX_DEPTH} levels"
+    assert rows["type"].startswith(f"1..{job.MAX_NAME_CHARS} ")
+
+
+def test_the_errors() -> None:
+    rows = [(int(row[0]), only(row[1])) for row in PAGE.table("status").rows]
+    assert {kind for _, kind in rows} == {f"urn:aqd:{kind}" for kind in readme_code.problem_kinds()}
+    assert rows == sorted(rows, key=lambda row: row[0])
+    from aqd.api import problems
+
+    for status, kind in rows:
+        assert status in problems._TITLES, kind
+
+
+def test_the_commands() -> None:
+    known = readme_code.commands()
+    rows = {only(row[0]): row[1] for row in PAGE.table("command").rows}
+    assert set(rows) == set(known)
+    for name, text in rows.items():
+        options = {o for parameter in known[name].params for o in parameter.opts}
+        for option in code(text):
+            if option.startswith("-") and len(option) > 1:
+                assert option in options, f"{name} {option}"
+
+
+def test_the_status() -> None:
+    known = readme_code.strings("status.py", "master.py", "cli/daemon.py")
+    words = [word for row in PAGE.table("in the status").rows for word in code(row[0])]
+    for word in words:
+        assert any(word in text for text in known), word
+    master = readme_code.strings("master.py")
+    assert {"starting", "waiting for database", "running", "reloading", "draining"} <= master & set(words)
+
+
+def test_the_states() -> None:
+    drawing = PAGE.block("The life of a job", "text").text
+    shown = set(re.findall(r"\b[A-Z]{4,}\b", drawing))
+    assert shown == {str(state) for state in State} - {"CANCELLED"}
+
+
+def test_the_limits() -> None:
+    limit = {row[0]: row[1] for row in PAGE.table("what", "Limits").rows}
+    slots = config.OPTIONS["daemon.slots"].high
+    mib = f"{job.MAX_JSON_BYTES >> 20} MiB"
+    assert limit["payload"].startswith(mib)
+    assert "67108864" in (ROOT / "sql/migrations/0001_schema.sql").read_text()
+    assert "64 MiB by SQL" in limit["payload"]
+    assert app.body_limit(config.Config()) == job.MAX_JSON_BYTES
+    assert limit["body of a request"].startswith(mib)
+    assert config.Config().jobs.max_result_bytes == job.MAX_JSON_BYTES
+    assert limit["result of a handler"] == f"{mib} (`jobs.max_result_bytes`)"
+    assert limit["nesting of JSON"] == f"{job.MAX_DEPTH} levels"
+    assert limit["one number in JSON"] == f"{job.MAX_NUMBER_CHARS} characters"
+    assert limit["names of types and queues"] == f"{job.MAX_NAME_CHARS} characters"
+    assert limit["slots of a daemon"] == str(slots)
+    assert limit["attempts of a job"] == str(job.MAX_ATTEMPTS)
+    assert limit["time limit of an attempt"] == f"{job.MAX_TIMEOUT_S // 86400} days"
+    assert limit["delay of a job"] == f"{job.MAX_DELAY_S // 86400} days"
+    assert limit["page of a list"] == f"{query.LIMIT_MAX} jobs"
+    errors = f"{worker.MAX_ERROR_CHARS} and {worker.MAX_TRACEBACK_CHARS} characters"
+    assert limit["stored error, traceback"].startswith(errors)
+    assert limit["a log line"] == f"{log.MAX_LINE} bytes"
+
+
+def test_the_layers() -> None:
+    layers = PAGE.block("Working on the code", "text").text
+    modules = {path.stem for path in (ROOT / "aqd").glob("*.py")} | {"api", "cli"}
+    named = [
+        word for line in layers.splitlines() for word in re.split(r"[ ,|…]+", re.sub(r"\s{2,}.*", "", line))
+    ]
+    assert len(named) > 30
+    for name in filter(None, named):
+        assert name in modules, name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    order = [
+        [name.strip("() ") for name in re.split(r"[|:]", layer)]
+        for layer in project["tool"]["importlinter"]["contracts"][0]["layers"]
+    ]
+    level = {name: number for number, names in enumerate(order) for name in names}
+    levels = [level[name] for name in filter(None, named)]
+    assert levels == sorted(levels), "the drawing is not in the order of pyproject.toml"
+
+
+def test_the_folders() -> None:
+    for row in PAGE.table("folder").rows:
+        for name in code(row[0]):
+            assert (ROOT / name).is_dir()
+    entry_point = tomllib.loads(PAGE.block("Handlers", "toml", 1).text)
+    assert list(entry_point["project"]["entry-points"]) == [plugin_files.ENTRY_POINT_GROUP]
+
+
+def test_links_and_version() -> None:
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in PAGE.headings}
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", PAGE.text):
+        assert target.removeprefix("#") in anchors if target.startswith("#") else (ROOT / target).exists()
+    assert f"\n## {__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def blocks_of(language: str) -> list[Block]:
+    return [block for block in PAGE.blocks if block.language == language]
+
+
+def test_the_handler_has_ten_lines() -> None:
+    lines = [
+        line for line in PAGE.block("A handler in ten lines", "python").text.splitlines() if line.strip()
+    ]
+    assert len([line for line in lines if not line.startswith("#")]) <= 10
+    for block in blocks_of("python"):
+        compile(block.text, f"README line {block.line}", "exec")
