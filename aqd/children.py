@@ -19,7 +19,10 @@ from aqd.process import ExitStatus, boottime
 log = get_logger("master")
 
 BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 30.0
+# Without a dispatcher nothing is recorded and no lease renewed: its pauses stay far below a lease. (With 30 s,
+# nine kills in 40 s made outcomes wait in the channels until their leases had run out.)
+DISPATCHER_BACKOFF_MAX_S = 1.0
+API_BACKOFF_MAX_S = 30.0
 # One that lived for this long starts with a clean slate.
 STABLE_S = 30.0
 # The dispatcher's main thread never waits for the database and reports every second.
@@ -28,8 +31,9 @@ SILENCE_LIMIT_S = 15.0
 
 @dataclass(slots=True)
 class Respawn:
-    """When a child may be started (again)."""
+    """When a child may be started (again); ``longest_s`` bounds the pause."""
 
+    longest_s: float
     failures: int = 0
     not_before: float = 0.0
     started: float = 0.0
@@ -42,7 +46,11 @@ class Respawn:
             self.failures = 0
         else:
             self.failures += 1
-        pause = min(BACKOFF_FIRST_S * 2 ** (self.failures - 1), BACKOFF_MAX_S) if self.failures > 1 else 0.0
+        pause = (
+            min(BACKOFF_FIRST_S * 2 ** min(self.failures - 1, 20), self.longest_s)
+            if self.failures > 1
+            else 0.0
+        )
         self.not_before = now + pause
 
 
@@ -53,7 +61,7 @@ class DispatcherChild:
         self._env = env
         self.pid: int | None = None
         self.peer: channel.Peer | None = None
-        self.respawn = Respawn()
+        self.respawn = Respawn(DISPATCHER_BACKOFF_MAX_S)
         self.handing_over = False
         self.heard = 0.0
         self.report: messages.Report | None = None
@@ -121,7 +129,7 @@ class ApiChild:
     def __init__(self, env: dict[str, str], config: Config) -> None:
         self._env = env
         self.pid: int | None = None
-        self.respawn = Respawn()
+        self.respawn = Respawn(API_BACKOFF_MAX_S)
         family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,9 +6,11 @@ master switch, so a broken plugin or a loader that dies never takes the old gene
 
 What can go wrong while loading, and what becomes of it:
 
-* a plugin that raises is reported by the loader itself as broken; the others serve;
+* a plugin that raises is reported by the loader itself as broken; at the start the others serve, but a
+  generation in which it was not broken is not given up for it: the candidate is refused;
 * a plugin that kills the loader (a crash in C code, an endless loop that no exception ends) is known by the
-  loader's last :class:`~aqd.messages.Importing`: the loader is started again without it;
+  loader's last :class:`~aqd.messages.Importing`: the loader is started again, and the second time without
+  it (the first may have been the kernel's doing, or an operator's);
 * a plugin that starts a thread cannot be forked from: the loader is started again and leaves it to the
   workers to import it after the fork;
 * strict mode, or a loader that cannot start at all: the candidate is refused and the old one serves on.
@@ -47,6 +49,7 @@ class Loader:
     skip: dict[str, str]
     late: list[str]
     importing: str | None = None
+    suspect: str | None = None
     overdue: bool = False
     handlers: list[HandlerInfo] = field(default_factory=list)
     plugins: list[PluginInfo] = field(default_factory=list)
@@ -74,7 +77,7 @@ class Generations:
         self._env = env
         self._ready, self._refused, self._spawned = ready, refused, spawned
         self._opened, self._closed = opened, closed
-        self._last = 0
+        self.last = 0  # the number of the generation that was started last
         self._let_go: set[int] = set()
 
     # --- starting and ending
@@ -82,10 +85,17 @@ class Generations:
     def load(self, config: Config) -> None:
         """Start a candidate with this configuration; there must be none."""
         assert self.candidate is None
-        self._last += 1
-        self._start(config, self._last, {}, [])
+        self.last += 1
+        self._start(config, self.last, {}, [])
 
-    def _start(self, config: Config, generation: int, skip: dict[str, str], late: list[str]) -> None:
+    def _start(
+        self,
+        config: Config,
+        generation: int,
+        skip: dict[str, str],
+        late: list[str],
+        suspect: str | None = None,
+    ) -> None:
         ours, theirs = channel.pair()
         try:
             argv = process.python_argv("aqd.loader", str(os.getpid()))
@@ -94,7 +104,7 @@ class Generations:
             theirs.close()
         peer = channel.Peer(ours, messages.encode)
         limit = config.plugins.import_timeout_s + LOADER_MARGIN_S
-        loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late)
+        loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late, suspect=suspect)
         self.candidate = loader
         self._opened(loader)
         # Handlers have no business with the daemon's secrets.
@@ -125,6 +135,8 @@ class Generations:
 
     def on_channel(self, loader: Loader) -> None:
         """The loader's channel is readable."""
+        if loader is not self.candidate and loader is not self.serving:
+            return  # let go of by an event of the same turn
         try:
             for data, fds in loader.peer.received():
                 for fd in fds:
@@ -156,15 +168,36 @@ class Generations:
             return
         loader.handlers, loader.plugins = message.handlers, message.plugins
         loader.importing = None
+        if errors := self._newly_broken(loader):
+            self._end(loader)
+            self.candidate = None
+            self._refused(errors)
+            return
         previous, self.serving, self.candidate = self.serving, loader, None
         if previous is not None:
             self._end(previous)
         self._ready(loader)
 
-    def _restart(self, loader: Loader, skip: dict[str, str], late: list[str]) -> None:
+    def _newly_broken(self, candidate: Loader) -> list[str]:
+        """What the serving generation does better: switching would take its handlers out of service.
+
+        A plugin that is broken there, too, is no reason; nor is any when no generation serves.
+        """
+        if self.serving is None:
+            return []
+        known = {(p.name, p.source) for p in self.serving.plugins if p.error}
+        return [
+            f"plugin {p.name} ({p.source}): {p.error}"
+            for p in candidate.plugins
+            if p.error and (p.name, p.source) not in known
+        ]
+
+    def _restart(
+        self, loader: Loader, skip: dict[str, str], late: list[str], suspect: str | None = None
+    ) -> None:
         self._end(loader)
         self.candidate = None
-        self._start(loader.config, loader.generation, skip, late)
+        self._start(loader.config, loader.generation, skip, late, suspect)
 
     def exited(self, pid: int, status: ExitStatus) -> bool:
         """A child has ended; whether it was a loader."""
@@ -188,6 +221,10 @@ class Generations:
             self._end(loader)
             self.candidate = None
             self._refused([f"the loader ended with {status} before it was ready"])
+            return
+        if loader.suspect != plugin:
+            log.warning("loader died while importing, trying again", plugin=plugin, status=str(status))
+            self._restart(loader, loader.skip, loader.late, suspect=plugin)
             return
         reason = f"killed the loader during its import: {status}"
         if loader.overdue:
