@@ -29,6 +29,7 @@ from typing import Any
 import psycopg
 
 from aqd import config, embedded, migrate
+from aqd.binaries import can_reach, server_account, spawn
 from aqd.errors import AqdError, ConfigError, Exit, WorldError
 
 HOST = "127.0.0.1"
@@ -67,7 +68,7 @@ def demo_directory() -> Path:
         return Path(chosen).absolute()
     base = os.environ.get("XDG_DATA_HOME", "")
     if os.geteuid() == 0:
-        usable = os.path.isabs(base) and embedded.can_reach(embedded.server_account(), _existing(Path(base)))
+        usable = os.path.isabs(base) and can_reach(server_account(), _existing(Path(base)))
         return Path(base, "aqd") if usable else Path("/var/lib/aqd-demo")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".local/share") / "aqd"
 
@@ -137,7 +138,7 @@ class Demo:
         command = [sys.executable, "-m", "aqd", "--config", str(self.config_file), "run", "--with-api"]
         with self.log_file.open("wb") as output:
             # SIGKILL when we die: its database ends at the same moment, so a drain could record nothing.
-            self.daemon = embedded.spawn(
+            self.daemon = spawn(
                 command,
                 account=None,
                 environment=child_environment() | {"AQD_CONFIG": str(self.config_file)},

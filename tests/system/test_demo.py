@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import pypdf
 import pytest
 
 from aqd import embedded
+from aqd.binaries import can_reach, server_account
 from tests.fixtures import processes
 from tests.fixtures.postgres import free_port
 from tests.fixtures.processes import MARKER, wait_until
@@ -232,7 +234,8 @@ def test_the_database_ends_by_itself(demo: Demo) -> None:
     assert demo.process is not None
     before = embedded.server_processes(demo.directory / "postgres/data")
     for pid in before:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     wait_until(lambda: "starting it again" in demo.text, 10)
     wait_until(lambda: set(embedded.server_processes(demo.directory / "postgres/data")) - set(before), 10)
     health = ["curl", "--silent", "--fail", f"http://127.0.0.1:{demo.port}/health"]
@@ -265,16 +268,14 @@ def test_a_second_demo_on_the_same_directory(demo: Demo) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_as_an_ordinary_user(new_demo: Demo) -> None:
     demo = new_demo
-    account = embedded.server_account()
+    account = server_account()
     assert account is not None
     system = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     libraries = sysconfig.get_paths()["platlib"]
     for needed in (libraries, ROOT / "aqd"):
-        if not embedded.can_reach(account, Path(needed)):
+        if not can_reach(account, Path(needed)):
             pytest.skip(f"{account.pw_name} cannot reach {needed}")
-    python = next(
-        (each for each in (sys.executable, system) if embedded.can_reach(account, Path(each))), None
-    )
+    python = next((each for each in (sys.executable, system) if can_reach(account, Path(each))), None)
     if python is None:
         pytest.skip(f"{account.pw_name} can execute neither {sys.executable} nor {system}")
     os.chown(demo.directory.parent, account.pw_uid, account.pw_gid)

@@ -1,5 +1,6 @@
 """aqd.embedded with real servers: starting, sharing, and everything that may be left behind."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import psycopg
 import pytest
 
 from aqd import embedded
+from aqd.binaries import candidates, server_account, spawn
 from aqd.embedded import EmbeddedPostgres
 from aqd.errors import ConfigError, WorldError
 
@@ -110,7 +112,8 @@ def test_start_after_kill_9(directory: Path, also_the_server: bool) -> None:
     kill(supervisor)
     if also_the_server:
         for each in embedded.server_processes(directory / "data"):
-            os.kill(each, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it is on its way out already
+                os.kill(each, signal.SIGKILL)
     with server(directory) as again:
         assert again.process is not None
         assert again.process.pid != pid
@@ -129,8 +132,8 @@ def test_the_server_ends_with_its_supervisor(directory: Path) -> None:
 def test_stale_files_that_name_a_living_process(directory: Path) -> None:
     with server(directory) as first:
         socket_dir = first.socket_dir
-    account = embedded.server_account(directory / "data")
-    stranger = embedded.spawn(["/bin/sleep", "600"], account=account, environment={})
+    account = server_account(directory / "data")
+    stranger = spawn(["/bin/sleep", "600"], account=account, environment={})
     try:
         text = f"{stranger.pid}\n{directory / 'data'}\n{int(time.time())}\n5432\n{socket_dir}\n\n0 0\nready\n"
         for path in (directory / "data/postmaster.pid", socket_dir / ".s.PGSQL.5432.lock"):
@@ -238,7 +241,7 @@ def test_a_data_directory_of_root_is_refused(new_directory: Path) -> None:
 
 @as_root
 def test_binaries_that_only_root_can_reach_are_copied(new_directory: Path, tmp_path: Path) -> None:
-    wheel = next((Path(found) for found, source in embedded._candidates(None) if "wheel" in source), None)
+    wheel = next((Path(found) for found, source in candidates(None) if "wheel" in source), None)
     if wheel is None:
         pytest.skip("the wheel of aqd[embedded] is not installed")
     package = wheel.parent.parent
