@@ -141,7 +141,7 @@ class Demo:
             self.daemon = spawn(
                 command,
                 account=None,
-                environment=child_environment() | {"AQD_CONFIG": str(self.config_file)},
+                environment=child_environment(),
                 output=output,
                 death_signal=signal.SIGKILL,
                 directory=os.getcwd(),
