@@ -43,12 +43,14 @@ from aqd.links import Held, Link
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
     NodeGone,
+    Reconciled,
     Reconciliation,
     Recorder,
     Released,
     Renewal,
     Renewed,
     Settled,
+    Told,
     Work,
 )
 
@@ -78,13 +80,13 @@ class Dispatcher:
         self.ready: deque[Held] = deque()
         self.handlers: dict[str, HandlerInfo] = {}
         self.generation = 0
-        self.attached_all = self.draining = self.drained = self.handing_over = False
+        self.reconciled = self.draining = self.drained = self.handing_over = False
         self.hand_over_until = 0.0
         self.counters: dict[str, int] = {}
         self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
         self.budget = Budget(int(config.daemon.frame_ms * 1e6))
         self.pending = 0  # entries put to the recorder and not settled
-        self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Settled | Renewed] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Told] = queue.SimpleQueue()
         self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._migrated = threading.Lock()
         self._schema_ready = False
@@ -97,7 +99,7 @@ class Dispatcher:
         self._next_renew = self._next_report = self._next_reconcile = 0.0
         self._reported_up = (False, False, False)
 
-    def _post(self, message: "tuple[list[ClaimedJob], int] | Settled | Renewed") -> None:
+    def _post(self, message: "tuple[list[ClaimedJob], int] | Told") -> None:
         """From the other threads."""
         self.inbox.put(message)
         os.eventfd_write(self._inbox_fd, 1)
@@ -153,7 +155,7 @@ class Dispatcher:
             if (pairs := self._pairs()) and not self.recorder.renewal_waits:
                 self.recorder.renewal_waits = True
                 self.recorder.put(Renewal(pairs))
-        if now >= self._next_reconcile and self.attached_all and not self.handing_over:
+        if now >= self._next_reconcile and self.reconciled and not self.handing_over:
             self._next_reconcile = now + RECONCILE_S
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
                 self.recorder.reconciliation_waits = True
@@ -211,7 +213,7 @@ class Dispatcher:
             case messages.Serve(generation, handlers):
                 self._serve(generation, handlers)
             case messages.AttachedAll():
-                self.attached_all = True
+                self.recorder.put(Reconciliation(self._pairs(), first=True))
             case messages.Exited(incarnation):
                 if link := self.links.get(incarnation):
                     self._settle(link, message)
@@ -373,10 +375,8 @@ class Dispatcher:
     def _free_stuck(self, now_ns: int) -> None:
         """Jobs behind one that runs longer than expected are taken back."""
         for link in self.links.values():
-            if len(link.unfinished) > 1 and not link.recalling and link.exited is None:
-                current = link.page.current()
-                if current >= 0 and now_ns >= link.page.started_at_ns + STUCK_NS:
-                    self._recall(link)
+            if len(link.unfinished) > 1 and link.exited is None and is_stuck(link, now_ns):
+                self._recall(link)
 
     # --- from the threads
 
@@ -392,6 +392,8 @@ class Dispatcher:
                     self._settled(keys, counts)
                 case Renewed():
                     self._renewed(message)
+                case Reconciled():
+                    self.reconciled = self.keeper.settled_in = True
                 case (jobs, asked_ns):
                     self._claimed(jobs, asked_ns)
 
@@ -466,20 +468,20 @@ class Dispatcher:
         if not self.ready or self.draining or self.handing_over:
             return
         links = self._serving()
-        fresh_ns = boottime_ns() + int(self.config.daemon.kill_grace_s * 1e9)
+        now_ns = boottime_ns()
+        fresh_ns = now_ns + int(self.config.daemon.kill_grace_s * 1e9)
         for link in sorted(links, key=lambda item: item.load_ns):
             if not self.ready:
                 return
             room = link.room()
             if link.recalling or room < 1 or not self.budget.wants_more(link.load_ns, len(link.unfinished)):
                 continue
+            if link.unfinished and is_stuck(link, now_ns):
+                continue  # what it is given would be taken back, and given to it again, for ever
             self._give(link, room, len(links), fresh_ns)
 
     def _give(self, link: Link, room: int, workers: int, fresh_ns: int) -> None:
-        waiting = [
-            (h.expected_ns, min(len(h.job.payload), 32 * 1024)) for h in self.ready if h.job is not None
-        ]
-        count = self.budget.frame(waiting, backlog=len(waiting), workers=workers, room=room)
+        count = self.budget.frame(self._waiting(), backlog=len(self.ready), workers=workers, room=room)
         jobs = []
         for _ in range(count):
             held = self.ready.popleft()
@@ -504,7 +506,7 @@ class Dispatcher:
             yield held.expected_ns, held.frame_bytes
 
     def _claim(self) -> None:
-        if self.draining or self.handing_over or not self.attached_all:
+        if self.draining or self.handing_over or not self.reconciled:
             return
         links = self._serving()
         idle = sum(1 for link in links if not link.unfinished)
@@ -526,6 +528,11 @@ class Dispatcher:
         for link in self.links.values():
             if link.page.pid and link.exited is None:
                 signal_group(link.page.pid, signal.SIGKILL)
+
+
+def is_stuck(link: Link, now_ns: int) -> bool:
+    """Whether the worker is on a job that takes longer than others should wait behind it."""
+    return link.page.current() >= 0 and now_ns >= link.page.started_at_ns + STUCK_NS
 
 
 def main() -> NoReturn:
