@@ -169,8 +169,10 @@ class Claimer(threading.Thread):
     def _sleep(self) -> None:
         poll_s = self.config.daemon.poll_ms / 1000 * random.uniform(0.9, 1.1)
         due_s = self.session.run(self.book.next_due_s)
+        # What the last look could not see is looked for as soon as that is allowed.
+        until = [poll_s, *(max(s, 0.001) for s in (due_s, self.book.blind_s()) if s is not None)]
         if not self._notified:
-            self._wait(min(poll_s, max(due_s, 0.001)) if due_s is not None else poll_s)
+            self._wait(min(until))
         if self._notified:
             self._notified = False
             self._asleep = False

@@ -75,6 +75,7 @@ class ClaimBook:
         self._lowered: deque[LaneKey] = deque()
         self._many = False
         self._now_us = 0
+        self._swept = self._looked = False  # by the last claim
 
     @property
     def types(self) -> frozenset[str]:
@@ -113,10 +114,20 @@ class ClaimBook:
             self._lanes.begin_sweep(now)
             self._discover(conn)
         jobs = self._claim(conn, self._lanes.plans(), limit)
-        if not jobs and not swept and self._lanes.look_due(self._clock()):
+        looked = not jobs and not swept and self._lanes.look_due(self._clock())
+        if looked:
             fresh = self._discover(conn)
             jobs = self._claim(conn, self._lanes.plan_for(fresh), limit)
+        self._swept, self._looked = swept, looked
         return jobs
+
+    def blind_s(self) -> float | None:
+        """Seconds until a claim may see what the last one, which found nothing, could not: a notified job
+        that came back behind a floor, or is the first of its lane. None if it looked everywhere.
+
+        Whoever sleeps longer than that after a notification sleeps through the job.
+        """
+        return None if self._swept else self._lanes.blind_s(self._clock(), looked=self._looked)
 
     def next_due_s(self, conn: Connection) -> float | None:
         """Seconds until the first job in the known lanes falls due that was not due at the last claim; 0 if

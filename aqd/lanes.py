@@ -161,6 +161,12 @@ class Lanes:
         else:
             lane.floor = lane.target = BOTTOM
 
+    def blind_s(self, now: float, *, looked: bool) -> float:
+        """Seconds until a claim may look where one without a sweep did not: behind the floors, and, unless
+        it ``looked``, for lanes that are new."""
+        until = self._next_sweep if looked else min(self._next_sweep, self._next_look)
+        return max(until - now, 0.0)
+
     # claiming
 
     def plans(self) -> list[Plan]:
