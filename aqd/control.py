@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def request(socket_path: Path, command: str, timeout_s: float, **args: Any) -> d
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
-            client.connect(str(socket_path))
+            _connect(client, str(socket_path), timeout_s)
             client.sendall(line)
             while not received.endswith(b"\n"):
                 data = client.recv(MAX_LINE)
@@ -61,6 +62,18 @@ def request(socket_path: Path, command: str, timeout_s: float, **args: Any) -> d
     return answer
 
 
+def _connect(client: socket.socket, path: str, timeout_s: float) -> None:
+    """A unix socket whose queue is full refuses at once (EAGAIN, connect(2)): that is "busy", not "absent"."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return client.connect(path)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None
+            time.sleep(0.01)
+
+
 class Client:
     """One connection on the master's side."""
 
@@ -69,6 +82,7 @@ class Client:
         self._connection = connection
         self._received = bytearray()
         self._answer = b""
+        self.asked = False  # a whole command has come
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -104,6 +118,7 @@ class Client:
             self._received.clear()
 
     def _dispatch(self, line: bytes) -> None:
+        self.asked = True
         try:
             body = json.loads(line)
             command = body.pop("command")
@@ -118,7 +133,7 @@ class Client:
         if self._connection.fileno() >= 0:
             self._server.selector.unregister(self._connection)
             self._connection.close()
-        self._server.clients.discard(self)
+        self._server.clients.pop(self, None)
 
 
 class Server:
@@ -132,7 +147,7 @@ class Server:
     ) -> None:
         """Bind at ``path``, replacing a stale socket: the pid file's lock says that no other daemon lives."""
         self.path, self.selector, self.handle = path, selector, handle
-        self.clients: set[Client] = set()
+        self.clients: dict[Client, None] = {}  # in the order of their coming
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(path.lstat().st_mode):
                 path.unlink()
@@ -140,7 +155,7 @@ class Server:
         self._listener.setblocking(False)
         self._listener.bind(str(path))
         os.chmod(path, 0o660)
-        self._listener.listen(16)
+        self._listener.listen(128)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
@@ -149,11 +164,15 @@ class Server:
         except OSError:
             return
         if len(self.clients) >= MAX_CLIENTS:
-            connection.close()
-            return
+            # The one that has been silent for longest goes: whoever hangs must not lock `aqd status` out.
+            silent = next((known for known in self.clients if not known.asked), None)
+            if silent is None:
+                connection.close()
+                return
+            silent.close()
         connection.setblocking(False)
         client = Client(self, connection)
-        self.clients.add(client)
+        self.clients[client] = None
         self.selector.register(connection, selectors.EVENT_READ, client.on_event)
 
     def close(self) -> None:

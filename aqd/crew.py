@@ -145,10 +145,12 @@ class Crew:
 
     def reaped(self, pid: int, status: ExitStatus) -> None:
         """A child that is neither loader, dispatcher nor API has ended."""
-        seat = next((s for s in self.seats.values() if s.pid == pid and s.exited is None), None)
-        if seat is not None:
-            self._exited(seat, status)
-            return
+        for seat in self.seats.values():
+            # Its page names it even if its birth was not reported: the loader may have died or been replaced.
+            if (seat.pid or seat.page.pid) == pid and seat.exited is None:
+                self.spawned(seat.incarnation, pid)
+                self._exited(seat, status)
+                return
         now = boottime()
         # Not for ever: the number of a long gone orphan may become a worker's.
         self._unmatched = {p: (s, t) for p, (s, t) in self._unmatched.items() if t > now - _UNMATCHED_S}

@@ -54,7 +54,15 @@ class AlreadyRunning(AqdError):
 class Signals:
     """Signals as bytes in a pipe: the handlers do nothing else, so they can interrupt anything."""
 
-    HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    # USR1 and USR2 mean nothing here, but recipes for other daemons send them, and their default is death.
+    HANDLED = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGCHLD,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
 
     def __init__(self) -> None:
         self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -93,7 +101,7 @@ class Master:
         self.generations = Generations(
             without_secrets(env),
             ready=self._generation_ready,
-            refused=self._generation_refused,
+            refused=lambda errors: self._generation_refused(errors, self.generations.last),
             spawned=self.crew.spawned,
             opened=self._loader_opened,
             closed=self._loader_closed,
@@ -106,12 +114,14 @@ class Master:
         self.selector.register(signals, selectors.EVENT_READ, lambda: None)
         self.draining_until: float | None = None
         self.exit_code = Exit.OK
+        # What the workers serve, and the dispatcher must know, also while that generation's loader is dead.
+        self.served: Loader | None = None
         self.ready_sent = False
         self.problems: list[str] = []
         self._reload_again = False
         self._reload_not_before = 0.0
         self._load_failures = 0
-        self._waiting_for_reload: list[control.Client] = []
+        self._waiting_for_reload: list[tuple[control.Client, int]] = []  # and for which generation
         self._switching = False
         self._watchdog = systemd.watchdog_interval_s()
         self._next_watchdog = self._next_extend = 0.0
@@ -215,7 +225,7 @@ class Master:
                 cfg = self.config  # a dead loader must be replaced by what is known to work
                 self.problems = [str(error)]
             else:
-                self._generation_refused([str(error)])
+                self._generation_refused([str(error)], self.generations.last + 1)
                 return
         self.generations.load(cfg)
 
@@ -229,6 +239,7 @@ class Master:
         self._warn_unreloadable(loader.config)
         self.config = loader.config
         log.configure(self.config.log.level, self.config.log.format, process="master")
+        self.served = loader
         self.plan.serving, self.plan.loader_up = loader.generation, True
         self.plan.count = self.config.daemon.slots
         self.plan.failures_max = self.config.daemon.spawn_failures_max
@@ -258,7 +269,7 @@ class Master:
             if old != new:
                 logger.warning("option changes only with a restart", option=key)
 
-    def _generation_refused(self, errors: list[str]) -> None:
+    def _generation_refused(self, errors: list[str], generation: int) -> None:
         self._load_failures += 1
         self._reload_not_before = boottime() + min(0.5 * 2**self._load_failures, 30.0)
         self.problems = errors
@@ -267,9 +278,8 @@ class Master:
         if self.plan.serving is None:
             self._give_up(Exit.LOADER)
             return
-        for client in self._waiting_for_reload:
-            client.answer({"ok": False, "error": "; ".join(errors), "generation": self.plan.serving})
-        self._waiting_for_reload.clear()
+        answer = {"ok": False, "error": "; ".join(errors), "generation": self.plan.serving}
+        self._answer_reloads(answer, generation, generation)
         systemd.notify("READY=1")
 
     def _finish_reload(self) -> None:
@@ -287,9 +297,18 @@ class Master:
         if self.ready_sent:
             logger.info("reload done", generation=self.plan.serving)
             systemd.notify("READY=1")
-        for client in self._waiting_for_reload:
-            client.answer({"ok": True, "generation": self.plan.serving, "problems": self.problems})
-        self._waiting_for_reload.clear()
+        serving = self.plan.serving or 0
+        self._answer_reloads({"ok": True, "generation": serving, "problems": self.problems}, 0, serving)
+
+    def _answer_reloads(self, answer: dict[str, Any], first: int, last: int) -> None:
+        """Answer those that wait for one of these generations. Whoever asked while a candidate was loading
+        waits for the next one: this one may have read the files before they were changed."""
+        waiting, self._waiting_for_reload = self._waiting_for_reload, []
+        for client, generation in waiting:
+            if first <= generation <= last:
+                client.answer(answer)
+            else:
+                self._waiting_for_reload.append((client, generation))
 
     def _loader_opened(self, loader: Loader) -> None:
         self.selector.register(loader.peer, selectors.EVENT_READ, lambda: self.generations.on_channel(loader))
@@ -305,8 +324,8 @@ class Master:
         peer = self.dispatcher.start(start)
         self.selector.register(peer, selectors.EVENT_READ, self._read_dispatcher)
         self.crew.dispatcher = peer
-        if (serving := self.generations.serving) is not None:
-            self.dispatcher.send(messages.Serve(serving.generation, serving.handlers))
+        if (served := self.served) is not None:
+            self.dispatcher.send(messages.Serve(served.generation, served.handlers))
         self.crew.attach_all()
         if self.draining_until is not None:
             self.dispatcher.send(messages.Drain())
@@ -368,13 +387,15 @@ class Master:
             "drain begins", cause=cause, drain_s=self.config.daemon.drain_s, busy=len(self.crew.busy())
         )
         self.draining_until = now + self.config.daemon.drain_s
-        systemd.notify("STOPPING=1")
+        # drain_s may be longer than what the unit allows for a stop.
+        longest = self.config.daemon.drain_s + self.config.daemon.kill_grace_s + FINAL_S + EXTEND_S
+        systemd.notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(longest * 1e6)}")
         self.generations.abandon_candidate()
         self.plan.draining = True
         self.dispatcher.send(messages.Drain())
         if self.api is not None:
             self.api.stop()
-        for client in self._waiting_for_reload:
+        for client, _ in self._waiting_for_reload:
             client.answer({"ok": False, "error": "the daemon is stopping"})
         self._waiting_for_reload.clear()
 
@@ -431,7 +452,7 @@ class Master:
                 if self.draining_until is not None:
                     client.answer({"ok": False, "error": "the daemon is stopping"})
                     return
-                self._waiting_for_reload.append(client)
+                self._waiting_for_reload.append((client, self.generations.last + 1))
                 self.reload("aqd reload")
             case "stop":
                 client.answer({"ok": True, "pid": os.getpid()})
@@ -509,12 +530,22 @@ def pid_file(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def _run(master: Master) -> Exit:
+    """What escapes the loop is a fault of ours, whatever its class: never CONFIG, after which systemd would
+    not start us again."""
+    try:
+        return master.run()
+    except Exception:
+        logger.exception("master fails")
+        return Exit.ERROR
+
+
 def main(config_path: str | None = None, with_api: bool = False) -> int:
     """Run the daemon until it is told to stop; returns the exit code."""
     # First of all: as PID 1, a TERM that came before a handler stood would be lost.
     with process.signals_blocked():
+        process.open_standard_descriptors()  # before the signals' pipe takes their numbers
         signals = Signals()
-    process.open_standard_descriptors()
     try:
         cfg = config.load(config_path, os.environ)
         log.configure(cfg.log.level, cfg.log.format, process="master")
@@ -526,7 +557,7 @@ def main(config_path: str | None = None, with_api: bool = False) -> int:
             except OSError as error:
                 where = f"{cfg.api.host}:{cfg.api.port}" if with_api else str(config.control_socket(cfg))
                 raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
-            return int(master.run())
+            return int(_run(master))
     except AqdError as error:
         print(f"aqd: {error}", file=sys.stderr)
         return int(error.exit_code)

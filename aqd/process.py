@@ -83,7 +83,7 @@ def open_standard_descriptors() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open("/dev/null", os.O_RDWR)  # the lowest free number, which is this one
+            os.set_inheritable(os.open("/dev/null", os.O_RDWR), True)  # the lowest free number: this one
 
 
 def unblock_signals() -> None:

@@ -24,7 +24,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
     code = command.run(given)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # started with descriptor 1 closed
+            sys.stdout.flush()
     except BrokenPipeError:
         code = command.reader_gone()
     except ValueError:  # closed already
