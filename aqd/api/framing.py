@@ -25,8 +25,7 @@ _MAX_SIZE_LINE = 4096
 class Frame:
     """One request that is arriving. Feed it until it says that it is whole.
 
-    ``max_body`` bounds the body. A *declared* length beyond it counts as whole, because the application
-    refuses it without reading; a chunked body beyond it is ``too_large``, and nobody should read on.
+    ``max_body`` bounds the body: beyond it the request is ``too_large``, and nobody should read on.
     """
 
     __slots__ = (
@@ -79,9 +78,9 @@ class Frame:
             lengths = _LENGTH.findall(head)
             digits = lengths[0].strip() if len(lengths) == 1 else b"0"
             length = int(digits) if digits.isdigit() and len(digits) < 16 else 0
-            self._end = body_at + (length if length <= self._max_body else 0)
-        if _EXPECT.search(head) and not (self._end is not None and self._end == body_at):
-            self.expects_continue = True
+            self.too_large = length > self._max_body
+            self._end = body_at if self.too_large else body_at + length
+        self.expects_continue = self._end != body_at and bool(_EXPECT.search(head))
         return True
 
     def _chunks_done(self) -> bool:

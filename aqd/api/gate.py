@@ -5,19 +5,24 @@ thread to a connection with the first byte of a request and then reads without a
 clients as there are threads stop every answer, ``/health`` included (sixteen, with our defaults). Here a
 thread gets a request when the whole of it has arrived (bodies are small: ``max_body``).
 
-Promises: a connection that has not sent its request in time is answered 408 and closed, one whose chunks
-are too much 413; waiting connections are bounded in number and in bytes, and the one that has waited
-longest makes room; writing an answer has a deadline; errors that gunicorn finds before Falcon are problem
-documents too.
+Promises: a connection that has not sent its request in time is answered 408 and closed, one whose body is
+too large 413; waiting connections are bounded in number and in bytes, in both directions, and the one that
+has waited longest makes room; an answer that is not taken in time is dropped; errors that gunicorn finds
+before Falcon are problem documents too.
 
 Rests on these names of gunicorn's ``gthread``, which a test checks: ``enqueue_req``, ``murder_pending``,
-``poller``, ``nr_conns``, ``TConn.init``, ``parser.unreader.{take_buffered,unread}``, ``handle_request``.
+``finish_request``, ``poller``, ``nr_conns``, ``TConn.init``, ``parser.unreader.{take_buffered,unread}``,
+``handle_request``.
 """
 
 import contextlib
+import functools
+import html
+import re
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gunicorn.workers.gthread import TConn, ThreadWorker  # type: ignore[import-untyped]
@@ -28,6 +33,7 @@ from aqd.log import get_logger
 
 MAX_WAITING = 512
 MAX_WAITING_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 64 << 20
 HEAD_TIMEOUT_S = 10.0
 # After a refusal, how long we listen to the rest so that the client gets to read the answer (RFC 9112, 9.6).
 LINGER_S = 2.0
@@ -49,6 +55,18 @@ class Waiting:
         self.refused = False
 
 
+class Unsent:
+    """The rest of an answer. ``finish`` is what gunicorn does with the connection afterwards."""
+
+    __slots__ = ("conn", "data", "deadline", "finish")
+
+    def __init__(self, conn: TConn, data: bytearray, deadline: float, finish: Callable[[], None]) -> None:
+        self.conn = conn
+        self.data = data
+        self.deadline = deadline
+        self.finish = finish
+
+
 class GateWorker(ThreadWorker):  # type: ignore[misc]
     """``max_body`` and ``request_timeout_s`` are set by the server before the fork."""
 
@@ -59,8 +77,10 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._waiting: dict[socket.socket, Waiting] = {}  # in order of arrival
         self._waiting_bytes = 0
+        self._unsent: dict[socket.socket, Unsent] = {}
+        self._unsent_bytes = 0
 
-    # --- in the event loop ------------------------------------------------------------------------
+    # --- requests, in the event loop --------------------------------------------------------------
 
     def enqueue_req(self, conn: TConn) -> None:
         """gunicorn's word for "this connection may have a request": a thread, if it has a whole one."""
@@ -131,6 +151,9 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
                 self._drop(waiting)
             else:
                 self._refuse(waiting, 408, "the request did not arrive in time")
+        for unsent in [each for each in self._unsent.values() if each.deadline <= now]:
+            log.info("client too slow", peer=str(unsent.conn.client), unsent=len(unsent.data))
+            self._give_up(unsent)
 
     def _make_room(self) -> None:
         limit = min(MAX_WAITING, max(1, self.worker_connections // 2))
@@ -174,20 +197,97 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         self.nr_conns -= 1
         conn.close()
 
+    # --- answers, in the event loop ---------------------------------------------------------------
+
+    def finish_request(self, conn: TConn, fs: Any) -> None:
+        """gunicorn's word for "the thread is done with this connection": first the rest of the answer."""
+        data: bytearray = getattr(conn, "aqd_unsent", bytearray())
+        if not data:
+            super().finish_request(conn, fs)
+            return
+        conn.aqd_unsent = bytearray()
+        finish = functools.partial(super().finish_request, conn, fs)
+        unsent = Unsent(conn, data, time.monotonic() + self.request_timeout_s, finish)
+        try:
+            conn.sock.setblocking(False)
+            self.poller.register(conn.sock, selectors.EVENT_WRITE, self._on_writable)
+        except OSError:
+            self._close(conn)
+            return
+        self._unsent[conn.sock] = unsent
+        self._unsent_bytes += len(data)
+        while self._unsent_bytes > MAX_UNSENT_BYTES:
+            self._give_up(next(iter(self._unsent.values())))
+
+    def _on_writable(self, sock: socket.socket) -> None:
+        unsent = self._unsent.get(sock)
+        if unsent is None:
+            return
+        try:
+            sent = sock.send(unsent.data)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._give_up(unsent)
+            return
+        del unsent.data[:sent]
+        self._unsent_bytes -= sent
+        if not unsent.data:
+            self._forget_unsent(unsent)
+            unsent.finish()
+
+    def _give_up(self, unsent: Unsent) -> None:
+        self._forget_unsent(unsent)
+        self._close(unsent.conn)
+
+    def _forget_unsent(self, unsent: Unsent) -> None:
+        del self._unsent[unsent.conn.sock]
+        self._unsent_bytes -= len(unsent.data)
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            self.poller.unregister(unsent.conn.sock)
+
     # --- in a thread ------------------------------------------------------------------------------
 
     def handle_request(self, req: Any, conn: TConn) -> Any:
-        """A deadline for what still touches the socket: a body that is too large, and the answer."""
-        conn.sock.settimeout(self.request_timeout_s)
+        """As gunicorn's, but sending does not wait."""
+        sock = conn.sock
+        sock.settimeout(self.request_timeout_s)  # nothing should wait any more; if it does, not for ever
+        conn.aqd_unsent = bytearray()
+        conn.sock = _PatientSocket(sock, conn.aqd_unsent)
         try:
             return super().handle_request(req, conn)
         except TimeoutError:
             log.info("client too slow", peer=str(conn.client))
             raise StopIteration from None  # gunicorn closes the connection
+        finally:
+            conn.sock = sock
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: Exception) -> None:
         """As gunicorn's, which knows the status of each error, but as a problem document."""
         super().handle_error(req, _ProblemSocket(client), addr, exc)
+
+
+class _PatientSocket:
+    """Sends what the kernel takes at once and keeps the rest in ``unsent``."""
+
+    def __init__(self, sock: socket.socket, unsent: bytearray) -> None:
+        self._sock = sock
+        self._unsent = unsent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        if not self._unsent:
+            # Not MSG_DONTWAIT: with a timeout set, Python itself waits before the call.
+            limit = self._sock.gettimeout()
+            self._sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while view:
+                    view = view[self._sock.send(view) :]
+            self._sock.settimeout(limit)
+        self._unsent += view
 
 
 class _ProblemSocket:
@@ -200,22 +300,18 @@ class _ProblemSocket:
         return getattr(self._sock, name)
 
     def sendall(self, data: bytes) -> None:
-        head, _, html = bytes(data).partition(b"\r\n\r\n")
+        head, _, page = bytes(data).partition(b"\r\n\r\n")
         words = head.split(b"\r\n")[0].decode("latin-1").split(" ", 2)
         status = int(words[1]) if len(words) == 3 and words[1].isdigit() else 500
         reason = words[2] if len(words) == 3 else "Error"
-        problem = problems.Problem(status, _detail(html, reason))
-        self._sock.settimeout(5.0)
-        self._sock.sendall(_raw_answer(status, reason, problem.body()))
+        problem = problems.Problem(status, _detail(page, reason))
+        self._sock.send(_raw_answer(status, reason, problem.body()))  # gunicorn made it non-blocking
 
 
-def _detail(html: bytes, reason: str) -> str:
-    """The sentence in gunicorn's page; nothing of the request is echoed beyond what it printed."""
-    import html as html_module
-    import re
-
-    found = re.search(rb"</h1>\s*(.*?)\s*</body>", html, re.DOTALL)
-    text = html_module.unescape(found[1].decode("latin-1")) if found else ""
+def _detail(page: bytes, reason: str) -> str:
+    """The sentence in gunicorn's page, in ASCII and short."""
+    found = re.search(rb"</h1>\s*(.*?)\s*</body>", page, re.DOTALL)
+    text = html.unescape(found[1].decode("latin-1")) if found else ""
     text = " ".join(text.encode("ascii", "backslashreplace").decode().split())
     return text[:200] or reason
 
