@@ -19,13 +19,16 @@ logger = log.get_logger("keeper")
 
 
 class Caretaker(threading.Thread):
-    """The main thread calls :meth:`serve` when the types change, and sets :attr:`stopping` at the end."""
+    """The main thread calls :meth:`serve` when the types change, and sets the flags."""
 
     def __init__(self, start: messages.Start, schema: Callable[[Connection], None]) -> None:
         super().__init__(name="keeper", daemon=True)
         self.session = Session(start.config.database, "keeper", schema)
         self.stopping = False
         self.draining = False
+        # Not before the first reconciliation: outcomes that a predecessor left in the channels are recorded
+        # rather than rescued by our own hand.
+        self.settled_in = False
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
         self._serving: tuple[int, list[str]] | None = None
@@ -62,5 +65,7 @@ class Caretaker(threading.Thread):
             state="draining" if self.draining else "running",
         )
         self.session.run(store.node_seen, state)
+        if not self.settled_in:
+            return 0.2
         pause = self.session.run(self._keeper.step, boottime())
         return min(pause, start.config.keeper.node_ttl_s / 3)

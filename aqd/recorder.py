@@ -32,8 +32,8 @@ from aqd.store import Completion, Failure, Release
 logger = log.get_logger("recorder")
 
 BATCH_MAX = 500
-# Jobs claimed or renewed by this node longer ago than this and not held by it are nobody's: the statement
-# of a killed dispatcher may still commit seconds after its death. Twice the claimer's STALE_S.
+# Jobs claimed or renewed by this node longer ago than this and not held by it are nobody's. Twice the
+# claimer's STALE_S.
 RECONCILE_AGE_S = 10.0
 
 Key = tuple[int, int]  # (incarnation, number); incarnation 0: not from a worker
@@ -96,7 +96,15 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
+    """Release what this node has claimed and does not hold.
+
+    ``first``: at a dispatcher's start, before its first claim, whatever the age; it is tried until it was done,
+    and answered by :class:`Reconciled`. Later ones catch what a killed predecessor's statement commits
+    afterwards, and claims whose answer was lost; they spare what may still be on its way.
+    """
+
     held: list[tuple[int, int]]
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +134,22 @@ class Renewed:
     kept: set[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Told to the main thread: the first reconciliation is done."""
+
+
+Told = Settled | Renewed | Reconciled
+
+
 class Recorder(threading.Thread):
-    """``tell`` hands :class:`Settled` and :class:`Renewed` to the main thread."""
+    """``tell`` hands what it has to say to the main thread."""
 
     def __init__(
         self,
         config: Config,
         node_id: str,
-        tell: Callable[[Settled | Renewed], None],
+        tell: Callable[[Told], None],
         schema: Callable[[Connection], None],
     ) -> None:
         super().__init__(name="recorder", daemon=True)
@@ -306,12 +322,18 @@ class Recorder(threading.Thread):
         self._tell(Renewed(asked_ns, work.pairs, kept))
 
     def _reconcile(self, work: Reconciliation) -> None:
+        age_s = 0.0 if work.first else RECONCILE_AGE_S
         try:
-            released = self.session.run(store.reconcile, self.node_id, work.held, RECONCILE_AGE_S)
+            released = self.session.run(store.reconcile, self.node_id, work.held, age_s)
         except (psycopg.Error, WorldError):
+            if work.first:
+                self._queue.put(work)
+                self._stopping.wait(self.session.pause_s() or 0.2)
             return
         if released:
             logger.warning("jobs that nobody held were released", jobs=released)
+        if work.first:
+            self._tell(Reconciled())
 
     def _after(
         self, items: Sequence[Completed | Failed | Released], done: set[int], kind: str | None
