@@ -254,7 +254,7 @@ def the_failure(world: World, output: str) -> None:
 def several_at_once(world: World, output: str) -> None:
     assert " greet " in output
     ids = [int(id) for id in re.findall(r'^{"id":"(\d+)"', output, re.MULTILINE)]
-    assert world.jobs.wait_all(ids) == {"COMPLETED": 8}
+    assert world.jobs.wait_all(ids, 60) == {"COMPLETED": 8}
     workers = {world.jobs.get(job)["result"]["worker"] for job in ids}
     assert len(workers) > 1, "one worker ran all of them"
 
@@ -269,7 +269,7 @@ def their_results(_world: World, output: str) -> None:
 def a_worker_killed(world: World, output: str) -> None:
     assert "worker killed by signal 9 (SIGKILL)" in output
     job = int(output.split()[0])
-    row = world.jobs.wait(job, "COMPLETED")
+    row = world.jobs.wait(job, "COMPLETED", 40)
     assert row["attempt"] == 2
     assert [(a["kind"], a["signal"]) for a in world.jobs.attempts(job)] == [("crashed", 9)]
 
@@ -277,7 +277,7 @@ def a_worker_killed(world: World, output: str) -> None:
 @check("Kill things and see", 1)
 def the_dispatcher_killed(world: World, output: str) -> None:
     world.daemon.wait_for("dispatcher ended", status="signal 9 (SIGKILL)")
-    assert world.jobs.wait(int(output), "COMPLETED")["attempt"] == 1
+    assert world.jobs.wait(int(output), "COMPLETED", 40)["attempt"] == 1
 
 
 @check("Kill things and see", 2)
@@ -286,7 +286,7 @@ def the_master_killed(world: World, output: str) -> None:
     assert world.daemon.wait_exit() == -9
     assert world.jobs.state(int(output)) == "PROCESSING"
     world.daemon.start()
-    row = world.jobs.wait(int(output), "COMPLETED", 40)
+    row = world.jobs.wait(int(output), "COMPLETED", 60)
     assert row["attempt"] == 2
     assert [a["kind"] for a in world.jobs.attempts(int(output))] == ["lost"]
 
