@@ -1,0 +1,175 @@
+"""The service around the application: start, reload, stop, address, what it leaves alone."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from aqd.errors import Exit
+from tests.fixtures import processes
+from tests.fixtures.api import ROOT, Api
+from tests.fixtures.postgres import free_port
+from tests.fixtures.processes import wait_until
+
+
+def environment(tmp_path: Path, **env: str) -> dict[str, str]:
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "DATABASE_URL": "postgresql://nobody@127.0.0.1:1/none",
+        "AQD_API_WORKERS": "1",
+        **env,
+    }
+
+
+@contextlib.contextmanager
+def aqd_api(tmp_path: Path, *arguments: str, **env: str) -> Any:
+    """``aqd api`` as a service of its own; its output goes to a file."""
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "aqd", *(arguments or ("api",))],
+            env=environment(tmp_path, **env),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def connects(port: int, host: str = "127.0.0.1") -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_on_its_own_it_binds_loopback_and_leaves_no_file(tmp_path: Path) -> None:
+    port = free_port()
+    with aqd_api(tmp_path, PORT=str(port)) as process:
+        wait_until(lambda: connects(port), 20)
+        listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr[1] == port]
+        assert {c.laddr[0] for c in listening} == {"127.0.0.1"}
+        wait_until(lambda: processes.descendants(process.pid))
+        assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    assert process.returncode == 0
+    assert not connects(port)
+
+
+def test_an_address_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        found = subprocess.run(
+            [sys.executable, "-m", "aqd", "api"],
+            env=environment(tmp_path, PORT=str(port)),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    assert found.returncode == Exit.ERROR
+    assert f"127.0.0.1:{port}" in found.stderr
+    assert "in use" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_systemd_is_told_by_the_service_but_not_by_the_daemons_child(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(20)
+        env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PORT": str(free_port())}
+        with aqd_api(tmp_path, **env):
+            assert b"READY=1" in manager.recv(4096)
+        manager.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while manager.recv(4096):
+                pass
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "aqd.api.server", "--fd", str(listener.fileno())],
+                env=environment(tmp_path, **env),
+                pass_fds=[listener.fileno()],
+                stderr=subprocess.DEVNULL,
+            )
+            wait_until(lambda: processes.descendants(child.pid), 20)
+        child.terminate()
+        assert child.wait(20) == 0
+        with pytest.raises(BlockingIOError):
+            manager.recv(4096)
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    """The daemon's master is killed: the port must be free for its successor at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        script = (
+            "import subprocess, sys, time\n"
+            f"subprocess.Popen([sys.executable, '-m', 'aqd.api.server', '--fd', '{listener.fileno()}'],"
+            f" pass_fds=[{listener.fileno()}])\n"
+            "time.sleep(600)\n"
+        )
+        master = subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment(tmp_path),
+            pass_fds=[listener.fileno()],
+            stderr=subprocess.DEVNULL,
+        )
+    wait_until(lambda: len(processes.descendants(master.pid)) >= 2, 20)
+    assert connects(port)
+    master.kill()
+    master.wait()
+    wait_until(lambda: not connects(port), 2)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_a_killed_worker_is_replaced(api: Api) -> None:
+    first = api.wait_workers()
+    os.kill(first[0], signal.SIGKILL)
+    wait_until(lambda: api.workers and api.workers != first)
+    assert api.get("/health").status == 200
+
+
+def test_reload(start_api: Callable[..., Api], tmp_path: Path) -> None:
+    file = tmp_path / "aqd.toml"
+    file.write_text('[api]\nadmin_api_key = "one"\nworkers = 1\n')
+    api = start_api(AQD_CONFIG=str(file), ADMIN_API_KEY="", AQD_API_WORKERS="")
+    arbiter = api.process.pid
+
+    def accepted(key: str) -> bool:
+        return api.get("/admin/failed-jobs", x_admin_key=key).status == 200
+
+    assert accepted("one")
+    file.write_text('[api]\nadmin_api_key = "two"\nworkers = "many"\n')
+    api.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: [line for line in api.log if "configuration refused" in line])
+    assert accepted("one")
+
+    file.write_text('[api]\nadmin_api_key = "two"\nworkers = 2\n')
+    failures = []
+    api.process.send_signal(signal.SIGHUP)
+    end = time.monotonic() + 15
+    while not (accepted("two") and not accepted("one") and len(api.workers) == 2):
+        failures += [answer for answer in [api.get("/health")] if answer.status != 200]
+        assert time.monotonic() < end, api.tail()
+    assert failures == []
+    assert api.process.pid == arbiter
