@@ -25,7 +25,8 @@ from typing import NoReturn
 from aqd.errors import UserError
 from aqd.process import ExitStatus, die_with_parent, signal_group
 
-# The exception is raised again at this interval: `while True: try … except BaseException` swallows it.
+# The exception is raised again at this interval: a loop of tries that catches everything swallows it. One
+# that does so for ever is ended from outside (ask_child; the master, for a loader).
 _REPEAT_S = 0.25
 _LONGEST_REASON = 600
 _HEADER = struct.Struct("=cI")
@@ -45,21 +46,25 @@ def limited(limit_s: float, function: Callable[[], None], near: str = "") -> str
     """
     pid = os.getpid()
     main_thread = threading.current_thread() is threading.main_thread()
+    alarm = _Alarm(limit_s)
+    reason = None
     try:
-        with _signals_kept() if main_thread else contextlib.nullcontext():
-            if main_thread:
-                with _alarm(limit_s):
-                    function()
-            else:
+        if main_thread:
+            with _signals_kept(), alarm:
                 function()
-    except _ImportTimeLimit as error:
-        return f"took longer than {limit_s:g} s to import{_place(error, near)}"
+        else:
+            function()
     except BaseException as error:
-        return explain(error, near)
+        reason = explain(error, near)
+        if alarm.rang:
+            reason = f"took longer than {limit_s:g} s to import{_place(error, near)}"
     finally:
+        alarm.close()  # should it have rung while the block was being left; the next ring is far away
         if os.getpid() != pid:
             os._exit(0)
-    return None
+    if alarm.rang and reason is None:
+        reason = f"took longer than {limit_s:g} s to import"
+    return reason
 
 
 def explain(error: BaseException, near: str = "") -> str:
@@ -132,25 +137,35 @@ def ask_child(work: Callable[[Callable[[str], None]], bytes], quiet_s: float) ->
 # --- in this process ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise :class:`_ImportTimeLimit` in the main thread after ``limit_s`` seconds, and again and again."""
-    armed = True
+class _Alarm:
+    """Inside the block: :class:`_ImportTimeLimit` in the main thread after ``limit_s``, again and again."""
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
-        if armed:
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.rang = False
+        self._armed = False
+
+    def _ring(self, _number: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            self.rang = True
             raise _ImportTimeLimit
 
-    old_handler = signal.signal(signal.SIGALRM, ring)
-    old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s, _REPEAT_S)
-        yield
-    finally:
-        armed = False
+    def __enter__(self) -> None:
+        self._old_handler = signal.signal(signal.SIGALRM, self._ring)
+        self._old_mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, self.limit_s, _REPEAT_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._armed:
+            return
+        self._armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        signal.signal(signal.SIGALRM, old_handler if old_handler is not None else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
+        signal.signal(signal.SIGALRM, self._old_handler if self._old_handler is not None else signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,9 @@ def show(registry):
     return {p.name: [p.state, p.handlers, p.error] for p in registry.plugins}
 """
 
+# What the last run wrote to standard output before its answer.
+printed: list[str] = []
+
 
 def run(folder: Path, script: str, **environment: str) -> dict:
     """Run ``script`` after the prelude in a new interpreter; returns what it leaves in ``answer``."""
@@ -49,6 +52,7 @@ def run(folder: Path, script: str, **environment: str) -> dict:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    printed[:] = done.stdout.splitlines()[:-1]
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -265,9 +269,14 @@ BROKEN = {
     "multi_line": ("raise ValueError('a\\n\\nb')", "ValueError: a b", ""),
     "loops": ("while True: pass", "took longer than 0.5 s", "loops.py:1)"),
     "loops_catching": (
-        "while True:\n try:\n  while True: pass\n except BaseException: pass",
+        "import time\nfor _ in range(3):\n try: time.sleep(3600)\n except BaseException: pass",
         "took longer than 0.5 s",
         "",
+    ),
+    "loops_translating": (
+        "import time\ntry: time.sleep(3600)\nexcept BaseException: raise ValueError('no answer')",
+        "took longer than 0.5 s",
+        "loops_translating.py:3)",
     ),
     "sleeps": ("import time\ntime.sleep(3600)", "took longer than 0.5 s", "sleeps.py:2)"),
     "regex": ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "took longer than 0.5 s", "regex.py:2)"),
@@ -605,6 +614,7 @@ def test_inspection_survives_whatever_a_plugin_does_and_imports_nothing(tmp_path
             "a_exits.py": "import os\nos._exit(0)",
             "b_crashes.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
             "c_hangs.py": "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nwhile True: pass",
+            "c_swallows.py": "import time\nwhile True:\n try: time.sleep(600)\n except BaseException: pass",
             "d_leaves.py": "import subprocess, os\nsubprocess.Popen(['sleep', '601'])\nos._exit(4)",
             "e_closes.py": "import os\nos.closerange(3, 100)\n" + handler("closes"),
             "f_prints.py": "print('on standard output', flush=True)\n" + handler("prints"),
@@ -629,11 +639,13 @@ def test_inspection_survives_whatever_a_plugin_does_and_imports_nothing(tmp_path
     assert show["a_exits"] == ["broken", [], "ended the process that imported it (exit code 0)"]
     assert show["b_crashes"] == ["broken", [], "ended the process that imported it (signal 11 (SIGSEGV))"]
     assert show["c_hangs"] == ["broken", [], "did nothing for 1.3 s and could not be interrupted"]
+    assert show["c_swallows"] == show["c_hangs"]
     assert show["d_leaves"] == ["broken", [], "ended the process that imported it (exit code 4)"]
     assert show["e_closes"][0] == "broken"
     assert show["f_prints"] == ["loaded", ["prints"], None]
     assert show["g_threads"] == ["late", ["threads"], None]
     assert show["h_good"] == ["loaded", ["good"], None]
+    assert not any(printed)  # standard output belongs to the command
     assert answer["modules"] == []
     assert answer["descriptors"] == 0
     assert answer["children"] is None

@@ -1,6 +1,6 @@
 """What a plugin may say in ``aqd_register``, and what the job looks like to a handler."""
 
-# ruff: noqa: ARG001, ARG005 (signatures are what is tested)
+# ruff: noqa: ARG005 (signatures are what is tested)
 
 import functools
 import logging
@@ -193,7 +193,7 @@ def test_the_job_as_a_handler_sees_it(caplog):
     with caplog.at_level(logging.INFO):
         job.logger.info("half way")
     (record,) = caplog.records
-    assert (record.job, record.type, record.attempt) == ("42", "t", 2)
+    assert (record.job_id, record.type, record.attempt) == ("42", "t", 2)
     assert repr(job) == "<job 42 t attempt 2/5>"
 
 
