@@ -129,6 +129,7 @@ class ApiChild:
     def __init__(self, env: dict[str, str], config: Config) -> None:
         self._env = env
         self.pid: int | None = None
+        self.stopping = False
         self.respawn = Respawn(API_BACKOFF_MAX_S)
         family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
@@ -146,13 +147,16 @@ class ApiChild:
         self.respawn.begin(boottime())
 
     def exited(self, status: ExitStatus) -> None:
-        """Its arbiter has ended: so must its workers."""
-        assert self.pid is not None
-        log.warning("api ended", child=self.pid, status=str(status))
-        process.signal_group(self.pid, signal.SIGKILL)
+        """Its arbiter has ended."""
+        expected = self.stopping and status.ok
+        (log.debug if expected else log.warning)("api ended", child=self.pid, status=str(status))
         self.pid = None
-        self.respawn.ended(boottime())
+        self.stopping = False
+        self.respawn.ended(boottime(), at_once=expected)
 
     def stop(self) -> None:
+        """Let it answer what it has begun, and end; unless the daemon drains, it is started again at once."""
         if self.pid is not None:
-            process.signal_group(self.pid, signal.SIGTERM)
+            self.stopping = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)

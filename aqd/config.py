@@ -15,7 +15,7 @@ key that changes nothing is how a daemon runs for months with the wrong lease.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -126,7 +126,6 @@ class Keeper(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Intervals and retention of the house-keeping thread."""
 
     rescue_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0
-    statistics_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
     node_ttl_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 30.0
     history_days: Annotated[int, Meta(ge=1, le=3650)] = 14
     failed_days: Annotated[int, Meta(ge=1, le=3650)] = 90
@@ -247,6 +246,23 @@ def encode(cfg: Config) -> bytes:
 def decode(data: bytes) -> Config:
     """The inverse of :func:`encode`."""
     return msgspec.msgpack.decode(data, type=Config)
+
+
+# What a reload cannot change: other processes find the daemon by it, or hold outcomes for that database.
+RESTART_ONLY = ("database.url", "daemon.runtime_dir", "daemon.node_name")
+
+
+def keep(old: Config, new: Config, keys: Iterable[str]) -> tuple[Config, list[str]]:
+    """``new`` with the values of ``keys`` as they are in ``old``, and the keys where they differed."""
+    changed = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(old, section), name)
+        if getattr(getattr(new, section), name) != value:
+            changed.append(key)
+            table = msgspec.structs.replace(getattr(new, section), **{name: value})
+            new = msgspec.structs.replace(new, **{section: table})
+    return new, changed
 
 
 def runtime_dir(cfg: Config, environ: Mapping[str, str] = os.environ) -> Path:

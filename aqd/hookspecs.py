@@ -196,6 +196,13 @@ class Handlers:
         self._open = False
 
 
+class _JobLogger(logging.LoggerAdapter[logging.Logger]):
+    """Adds the job's fields to those of the call (``extra=``), which the standard adapter would replace."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return msg, {**kwargs, "extra": {**(self.extra or {}), **(kwargs.get("extra") or {})}}
+
+
 class JobContext:
     """The job as its handler sees it: the second argument of a ``(payload, job)`` handler.
 
@@ -244,7 +251,7 @@ class JobContext:
         """A standard logger whose lines carry the job's id, type and attempt."""
         if self._logger is None:
             fields = {"job_id": self.id, "type": self.type, "attempt": self.attempt}
-            self._logger = logging.LoggerAdapter(logging.getLogger("aqd.job"), fields)
+            self._logger = _JobLogger(logging.getLogger("aqd.job"), fields)
         return self._logger
 
     @property

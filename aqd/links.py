@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from aqd import channel, messages
 from aqd.channel import ChannelClosed, Journal
 from aqd.claims import ClaimedJob
-from aqd.page import Page
+from aqd.page import ENTRIES, Page
 
 OUTSTANDING_MAX = 200
 # From this size on (in bytes) a payload travels as a memfd. A frame's bound (aqd/assign.py) counts a larger
@@ -97,8 +97,10 @@ class Link:
     # --- giving
 
     def room(self) -> int:
-        """How many entries it may still be given."""
-        return OUTSTANDING_MAX - len(self.notes) - len(self.unfinished)
+        """How many entries it may still be given: the ring's oldest entry that matters is never overwritten
+        (recalled ones have used up numbers, too)."""
+        ring = ENTRIES - (self.page.written - min(self.held)) if self.held else ENTRIES
+        return min(OUTSTANDING_MAX - len(self.notes) - len(self.unfinished), ring)
 
     def give(self, jobs: list[Held]) -> None:
         """Write the jobs into the page, then send them as one frame.

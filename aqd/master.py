@@ -85,9 +85,12 @@ class Signals:
 class Master:
     """The daemon's top process. :meth:`run` returns its exit code."""
 
-    def __init__(self, cfg: Config, config_path: str | None, with_api: bool, signals: Signals) -> None:
-        self.config = cfg
+    def __init__(
+        self, loaded: config.Loaded, config_path: str | None, with_api: bool, signals: Signals
+    ) -> None:
+        self.config = cfg = loaded.config
         self.config_path = config_path
+        self.config_file = loaded.path
         self.signals = signals
         self.started_at = datetime.now(UTC)
         self.started = boottime()
@@ -174,7 +177,7 @@ class Master:
                 self.reload("SIGHUP")
 
     def _reap(self) -> None:
-        for pid, exit_status in process.reap(self.crew.before_reaping):
+        for pid, exit_status in process.reap(self._before_reaping):
             if pid == self.dispatcher.pid:
                 self._read_dispatcher()
                 self._dispatcher_closed()
@@ -186,6 +189,12 @@ class Master:
                     self.crew.loader, self.plan.loader_up = None, False
             else:
                 self.crew.reaped(pid, exit_status)
+
+    def _before_reaping(self, pid: int) -> None:
+        """What dies with a child, while the child's number is still its own."""
+        self.crew.before_reaping(pid)
+        if self.api is not None and pid == self.api.pid:
+            process.signal_group(pid, signal.SIGKILL)  # gunicorn's workers with their arbiter
 
     def _start_children(self, now: float) -> None:
         if self._done_serving():
@@ -219,7 +228,7 @@ class Master:
         logger.info("reload begins", cause=cause)
         systemd.notify(systemd.reloading())
         try:
-            cfg = config.load(self.config_path, os.environ)
+            cfg, self.config_file, _ = config.load_with_sources(self.config_path, os.environ)
         except ConfigError as error:
             if self.generations.serving is None:
                 cfg = self.config  # a dead loader must be replaced by what is known to work
@@ -230,14 +239,14 @@ class Master:
         self.generations.load(cfg)
 
     def _generation_ready(self, loader: Loader) -> None:
-        first, changed = self.plan.serving is None, loader.config != self.config
+        first = self.plan.serving is None
         self._load_failures = 0
         self.problems = [f"plugin {p.name}: {p.error}" for p in loader.plugins if p.error]
         for plugin in loader.plugins:
             if plugin.error:
                 logger.error("plugin broken", plugin=plugin.name, source=plugin.source, reason=plugin.error)
-        self._warn_unreloadable(loader.config)
-        self.config = loader.config
+        old, self.config = self.config, self._reloadable(loader.config)
+        changed = old != self.config
         log.configure(self.config.log.level, self.config.log.format, process="master")
         self.served = loader
         self.plan.serving, self.plan.loader_up = loader.generation, True
@@ -251,23 +260,19 @@ class Master:
                 self.dispatcher.hand_over()  # its successor starts with the new configuration
             else:
                 self.dispatcher.send(messages.Serve(loader.generation, loader.handlers))
+        if self.api is not None and changed:
+            self.api.stop()  # and start again: the listening socket is ours, nobody is refused meanwhile
         event = "generation loaded" if first else "generation replaced"
         types = sorted(h.type for h in loader.handlers)
         logger.info(event, generation=loader.generation, types=types, broken=len(self.problems))
 
-    def _warn_unreloadable(self, cfg: Config) -> None:
-        fixed: dict[str, tuple[object, object]] = {
-            "daemon.runtime_dir": (self.config.daemon.runtime_dir, cfg.daemon.runtime_dir),
-            "daemon.node_name": (self.config.daemon.node_name, cfg.daemon.node_name),
-        }
-        if self.api is not None:
-            fixed["api.host, api.port"] = (
-                (self.config.api.host, self.config.api.port),
-                (cfg.api.host, cfg.api.port),
-            )
-        for key, (old, new) in fixed.items():
-            if old != new:
-                logger.warning("option changes only with a restart", option=key)
+    def _reloadable(self, cfg: Config) -> Config:
+        """The new configuration without what only a restart can change."""
+        fixed = [*config.RESTART_ONLY, *(("api.host", "api.port") if self.api is not None else ())]
+        cfg, kept = config.keep(self.config, cfg, fixed)
+        for key in kept:
+            logger.warning("option changes only with a restart", option=key)
+        return cfg
 
     def _generation_refused(self, errors: list[str], generation: int) -> None:
         self._load_failures += 1
@@ -547,13 +552,14 @@ def main(config_path: str | None = None, with_api: bool = False) -> int:
         process.open_standard_descriptors()  # before the signals' pipe takes their numbers
         signals = Signals()
     try:
-        cfg = config.load(config_path, os.environ)
+        loaded = config.load_with_sources(config_path, os.environ)
+        cfg = loaded.config
         log.configure(cfg.log.level, cfg.log.format, process="master")
         process.become_subreaper()
         setproctitle("aqd: master")
         with pid_file(config.pid_file(cfg)):
             try:
-                master = Master(cfg, config_path, with_api, signals)
+                master = Master(loaded, config_path, with_api, signals)
             except OSError as error:
                 where = f"{cfg.api.host}:{cfg.api.port}" if with_api else str(config.control_socket(cfg))
                 raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None

@@ -285,7 +285,7 @@ class Recorder(threading.Thread):
                 logger.warning(
                     f"attempt {item.kind}",
                     job_id=str(item.id),
-                    type=item.type,
+                    type=item.type or facts.get(item.id, (None, None))[0],
                     attempt=item.attempt,
                     error=item.error[:300],
                     fate=fate,

@@ -31,7 +31,7 @@ def describe(master: "Master") -> dict[str, Any]:
         "state": master.state,
         "started_at": master.started_at.isoformat(),
         "uptime_s": round(now - master.started, 3),
-        "config_path": master.config_path,
+        "config_path": master.config_file,
         "generation": master.plan.serving,
         "problems": master.problems,
         "database": {
