@@ -27,11 +27,8 @@ def parameters(req: falcon.Request, *known: str) -> dict[str, str]:
     for name, value in pairs:
         if name not in known:
             allowed = f"known are {', '.join(known)}" if known else "this route takes none"
-            raise Problem(
-                400,
-                f"unknown query parameter {show(name)}; {allowed}",
-                field=name[:80].encode("ascii", "backslashreplace").decode(),
-            )
+            field = name[:80].encode("ascii", "backslashreplace").decode()
+            raise InputError(field, f"unknown query parameter; {allowed}")
         if name in found:
             raise InputError(name, "is given twice")
         if not value:

@@ -254,3 +254,21 @@ def test_without_a_schema(start_api: Any, empty_database_url: str) -> None:
     for answer in (api.post("/jobs", README), api.get("/jobs"), api.get("/jobs/1")):
         assert answer.problem(503, "aqd db migrate")["type"] == "urn:aqd:schema-mismatch"
         assert answer.headers["retry-after"]
+
+
+def test_a_fault_of_ours_is_logged_and_not_told(api: Api, database_url: str) -> None:
+    with psycopg.connect(database_url) as conn:
+        conn.execute("alter function aqd.enqueue rename to real_enqueue")
+        conn.execute(
+            "create function aqd.enqueue(text, jsonb, text, integer, timestamptz, double precision, integer,"
+            " double precision) returns bigint language sql as 'select 1 / (random() * 0)::bigint /* s3cret */'"
+        )
+    api.fault_expected = True
+    problem = api.post("/jobs", README).problem(500)
+    assert problem["type"] == "urn:aqd:internal-error"
+    assert "division" not in str(problem)
+    line = next(json.loads(line) for line in api.log if "unexpected error" in line)
+    assert line["number"] == problem["number"]
+    assert "DivisionByZero" in line["error"]
+    assert "Traceback" in line["traceback"]
+    assert api.get("/health").status == 200
