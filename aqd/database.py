@@ -86,9 +86,6 @@ def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -
     }
     if dispatcher:
         settings |= _DISPATCHER_SETTINGS
-    else:
-        # Statements with optional filters: a generic plan would have to serve all of them at once.
-        settings["plan_cache_mode"] = "force_custom_plan"
     try:
         run(
             conn,

@@ -9,7 +9,7 @@ select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text a
 from aqd.jobs j
 where j.id = :id::bigint
 
--- name: get_job_finished :one
+-- name: get_job_finished :one fresh
 -- Asked twice: first with a bound on finished_at, which leaves two or three partitions, then without.
 -- Index: the primary key of each partition.
 select h.id, h.state, h.type, h.queue, h.priority, h.payload::text, h.result::text, h.attempt,
@@ -20,9 +20,9 @@ where h.id = :id::bigint
   and h.finished_at > coalesce(now() - :within_s::double precision * interval '1 second', '-infinity')
 limit 1
 
--- name: list_jobs :many
+-- name: list_jobs :many fresh
 -- Newest first by id, over live jobs and history. Filters that are null vanish, because the statement
--- is planned with its values (plan_cache_mode). For a queue history has no index: bounded by time.
+-- is planned with its values (fresh). For a queue history has no index: bounded by time.
 -- Index: primary keys, merged in id order; job_history_type_id where a type is given.
 select a.id, a.state, a.type, a.queue, a.priority, a.payload::text, a.result::text, a.attempt,
        a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
@@ -37,7 +37,7 @@ where (:before::bigint is null or a.id < :before::bigint)
 order by a.id desc
 limit :limit::bigint
 
--- name: list_jobs_live :many
+-- name: list_jobs_live :many fresh
 -- The same for states that only live jobs have, so that no partition is opened.
 -- Index: primary key.
 select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text as result, j.attempt,
@@ -69,7 +69,7 @@ with changed as (
 )
 select c.id, c.state, c.run_at, c.created_at from changed c where (select aqd.wake()) is not null
 
--- name: list_failed :many
+-- name: list_failed :many fresh
 -- Dead-letter records, newest first; by default the open ones.
 -- Index: primary key of failed_jobs; primary key of jobs.
 select f.id, f.job_id, f.type, f.queue, f.kind, f.error, f.traceback, f.attempts, f.failures, f.failed_at,

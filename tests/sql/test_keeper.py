@@ -265,7 +265,7 @@ def test_detach_does_not_wait_for_ever_and_is_finished_later(
 def test_detached_leftover_is_dropped(conn: database.Connection, queue: Queue) -> None:
     """A keeper killed between DETACH and DROP."""
     old_history(conn, queue, 30)
-    (name,) = [name for name in partitions(queue)][:1]
+    name = partitions(queue)[0]
     queue.conn.execute(f"alter table aqd.job_history detach partition aqd.{name}")
     Rounds(conn, made()).step()
     assert name not in partitions(queue)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 
 import psycopg
@@ -84,43 +83,49 @@ def test_mixed_changes_do_not_deadlock(connect: Connect, queue: Queue) -> None:
     assert queue.value("select count(*) from aqd.jobs") == ROWS, "each completed job was replaced by one"
 
 
-def test_injected_conflict_is_retried(connect: Connect, queue: Queue) -> None:
-    """A real deadlock, made on purpose: the victim's statement is repeated and its change is not lost."""
-    conn, other = connect(), connect(dispatcher=False)
+@pytest.mark.parametrize("sqlstate", ["40P01", "40001"])
+def test_injected_conflict_is_retried(conn: database.Connection, queue: Queue, sqlstate: str) -> None:
+    """The victim's statement is repeated, and no change of state is lost."""
     queue.add(2)
     one, two = book().claim(conn, 2)
-    conn.execute("set deadlock_timeout = '10ms'")
-    other.execute("set deadlock_timeout = '1h'")  # so that it is never the victim
-    other.execute("begin")
-    other.execute("select from aqd.jobs where id = %s for update", [two.id])
-    done = threading.Event()
-
-    def writer() -> None:
-        # Waits for the second row while holding the first one.
-        assert store.record_completed(conn, [completion(one), completion(two)]) == {one.id, two.id}
-        done.set()
-
-    thread = threading.Thread(target=writer, daemon=True)
-    thread.start()
-    pid = conn.info.backend_pid
-    while not queue.value("select wait_event_type = 'Lock' from pg_stat_activity where pid = %s", pid):
-        assert not done.is_set()
-    other.execute("select from aqd.jobs where id = %s for update", [one.id])  # closes the circle
-    other.execute("commit")
-    assert done.wait(10)
-    conn.close()
-    wait_until(lambda: deadlocks(queue) >= 1)
-    assert queue.value("select count(*) from aqd.job_history") == 2
+    inject(queue, sqlstate, times=3)
+    assert store.record_completed(conn, [completion(one)]) == {one.id}
+    assert store.record_failed(conn, [failure(two)]) == {two.id}
+    assert queue.value("select last_value from tries") == 5
+    assert queue.state(one.id) == "COMPLETED"
 
 
-def test_serialisation_conflict_in_a_transaction_is_the_callers(connect: Connect, queue: Queue) -> None:
-    """Repeating one statement of several would lose the others."""
-    conn = connect()
+def test_conflict_that_does_not_end_is_reported(conn: database.Connection, queue: Queue) -> None:
     queue.add()
     (job,) = book().claim(conn, 1)
+    inject(queue, "40P01", times=1000)
+    with pytest.raises(psycopg.errors.DeadlockDetected):
+        store.record_completed(conn, [completion(job)])
+    assert queue.row(job.id)["state"] == "PROCESSING"
+
+
+def test_conflict_in_a_transaction_is_the_callers(conn: database.Connection, queue: Queue) -> None:
+    """Repeating one statement of several would lose the others."""
+    queue.add()
+    (job,) = book().claim(conn, 1)
+    inject(queue, "40001", times=1)
     with pytest.raises(psycopg.errors.SerializationFailure), conn.transaction():
-        conn.execute("set transaction isolation level repeatable read")
-        conn.execute("select 1 from aqd.jobs")
-        queue.conn.execute("update aqd.jobs set priority = 1")
-        store.renew(conn, [(job.id, job.token)], 30.0)
-    assert store.renew(conn, [(job.id, job.token)], 30.0) == {job.id}
+        store.record_completed(conn, [completion(job)])
+    assert store.record_completed(conn, [completion(job)]) == {job.id}
+
+
+def inject(queue: Queue, sqlstate: str, times: int) -> None:
+    """Let the first ``times`` changes of aqd.jobs end as PostgreSQL ends the victim of a conflict."""
+    queue.conn.execute("create sequence tries")
+    queue.conn.execute(
+        f"""create function conflict() returns trigger language plpgsql as $$
+            begin
+                if nextval('tries') <= {times} then
+                    raise exception 'injected' using errcode = '{sqlstate}';
+                end if;
+                return null;
+            end $$"""
+    )
+    queue.conn.execute(
+        "create trigger conflict after update or delete on aqd.jobs for each statement execute function conflict()"
+    )
