@@ -104,7 +104,8 @@ def run(args: Sequence[str]) -> int:
         # prints an empty line for Ctrl-C.
         with aqd_command.make_context("aqd", list(args)) as ctx:
             result = aqd_command.invoke(ctx)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # started with descriptor 1 closed
+                sys.stdout.flush()
         return int(result) if isinstance(result, int) else Exit.OK
     except click.exceptions.Exit as end:
         return end.exit_code

@@ -52,7 +52,7 @@ BROKEN = {
     "syntax": ("def (:\n", "SyntaxError"),
     "missing": ("import no_such_module_anywhere\n", "no_such_module_anywhere"),
     "leaves": ("import sys\nsys.exit(0)\n", "sys.exit"),
-    "endless": ("while True:\n    pass\n", "took longer than 0.5 s"),
+    "endless": ("while True:\n    pass\n", "took longer than 1.5 s"),
     "half": (
         ONE_TYPE.format("half") + "    raise RuntimeError('in the middle')\n",
         "in the middle",
@@ -227,7 +227,7 @@ def test_a_reload_with_a_broken_configuration_changes_nothing(daemon, jobs):
 def test_plugins_that_go_wrong_at_the_start_are_named_and_the_others_serve(start_daemon, jobs):
     """F59, and F12: whatever a plugin does at import."""
     daemon = start_daemon(
-        {"plugins": {"import_timeout_s": 0.5}},
+        {"plugins": {"import_timeout_s": 1.5}},
         plugins={f"{name}.py": text for name, (text, _) in BROKEN.items()},
     )
     state = daemon.status()
@@ -257,10 +257,13 @@ def test_strict_mode_refuses_the_start(start_daemon):
     assert "SyntaxError" in refused["reason"]
 
 
-def test_a_plugin_that_nothing_stops_is_killed_with_its_loader(start_daemon, jobs):
+def test_a_plugin_that_nothing_stops_is_killed_with_its_loader(start_daemon, jobs, tmp_path):
     """It catches every exception; the old generation serves meanwhile, and a stop would win."""
-    stubborn = """
-import time
+    seen = tmp_path / "seen"
+    stubborn = f"""
+import os, time
+with open({str(seen)!r}, "a") as file:
+    print(os.getpid(), file=file)
 while True:
     try:
         while True:
@@ -268,18 +271,16 @@ while True:
     except BaseException:
         pass
 """
-    daemon = start_daemon({"plugins": {"import_timeout_s": 0.3}})
+    daemon = start_daemon({"plugins": {"import_timeout_s": 2.0}})
     write(daemon, "stubborn", stubborn)
     daemon.signal(signal.SIGHUP)
     daemon.wait_state("reloading")
     assert jobs.wait(jobs.add())["state"] == "COMPLETED"
     # The margin is long (a slow machine's start is no fault); the test does not wait for it. Blamed for
     # the death of its loader is only who was at it twice.
-    killed = set()
-    for _ in range(2):
-        loader = wait_until(lambda: next((pid for pid in importing(daemon) if pid not in killed), None))
-        killed.add(loader)
-        os.kill(loader, signal.SIGKILL)
+    for attempt in (1, 2):
+        wait_until(lambda n=attempt: seen.exists() and seen.read_text().count("\n") == n)
+        os.kill(int(seen.read_text().split()[-1]), signal.SIGKILL)
     daemon.wait_for("generation refused")
     state = daemon.wait_state("running")
     assert state["generation"] == 1

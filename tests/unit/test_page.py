@@ -189,7 +189,7 @@ def test_a_reader_never_sees_a_job_with_anothers_start():
             number += 1
     try:
         seen = 0
-        while seen < 20_000:
+        while seen < 200_000:
             started = page.started
             moment = page.started_at_ns
             if started:
