@@ -37,7 +37,6 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from typing import IO, Any
 
 import aqd
@@ -231,9 +230,8 @@ def run(command: Command) -> tuple[int, Tail, Tail]:
         die_with_parent(parent)
 
     stdout, stderr = Tail(), Tail()
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        with signals_held():
+    with HeldSignals() as signals:
+        try:
             process = subprocess.Popen(
                 command.argv,
                 executable=command.program,
@@ -245,42 +243,69 @@ def run(command: Command) -> tuple[int, Tail, Tail]:
                 process_group=0,
                 preexec_fn=in_child,
             )
-        converse(process, command.stdin or b"", stdout, stderr)
-    except OSError as error:
-        if error.errno == errno.E2BIG:  # will never fit
-            raise aqd.Discard("payload.argv: the arguments and the environment are too long") from None
-        raise
-    finally:
-        with signals_held():
-            if process is not None:
-                finish(process, stdout, stderr)
+        except OSError as error:
+            if error.errno == errno.E2BIG:  # will never fit
+                raise aqd.Discard("payload.argv: the arguments and the environment are too long") from None
+            raise
+        try:
+            converse(process, command.stdin or b"", stdout, stderr, signals)
+        finally:
+            finish(process, stdout, stderr)
     return process.returncode, stdout, stderr
 
 
-@contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """What arrives during the block is handled at its end.
+class HeldSignals:
+    """Lets signal handlers run at one place only: in :meth:`deliver`, and at the end of the block.
 
-    A job is stopped by a signal whose handler raises. In the middle of starting a program that would
-    leave one that nobody knows of; in the middle of cleaning up, one half cleaned up. Handlers are
-    replaced rather than signals blocked: Python runs them in this thread even when the signal went to
-    another one.
+    A job is stopped by a signal whose handler raises, more than once if need be. In the middle of
+    starting a program that would leave one that nobody knows of; in the middle of cleaning up, one half
+    cleaned up. Handlers are replaced rather than signals blocked: Python runs them in the main thread
+    even when the signal went to another one. ``wake`` becomes readable when something has arrived.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # nothing is ever raised here
-        return
-    arrived: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    held = {number: handler for number, handler in handlers.items() if callable(handler)}
-    for number in held:
-        signal.signal(number, lambda number, _frame: arrived.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in held.items():
-            signal.signal(number, handler)
-        for again in dict.fromkeys(arrived):
-            signal.raise_signal(again)
+
+    def __enter__(self) -> "HeldSignals":
+        self.wake, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._arrived: list[int] = []
+        self._handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere no handler ever runs
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._arrive)
+        return self
+
+    def _arrive(self, number: int, _frame: Any) -> None:
+        self._arrived.append(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def deliver(self) -> None:
+        """Run the handlers of what has arrived; raises what they raise."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
+        while self._arrived:
+            number = self._arrived.pop(0)
+            self._handlers[number](number, None)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._restore()
+        finally:
+            os.close(self.wake)
+            os.close(self._writer)
+        for number in dict.fromkeys(self._arrived):
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        try:
+            while self._handlers:
+                number = next(iter(self._handlers))
+                signal.signal(number, self._handlers[number])
+                del self._handlers[number]
+        finally:
+            if self._handlers:  # one that was put back has raised already
+                self._restore()
 
 
 def finish(process: "subprocess.Popen[bytes]", stdout: Tail, stderr: Tail) -> None:
@@ -296,13 +321,16 @@ def finish(process: "subprocess.Popen[bytes]", stdout: Tail, stderr: Tail) -> No
             pipe.close()
 
 
-def converse(process: "subprocess.Popen[bytes]", stdin: bytes, stdout: Tail, stderr: Tail) -> None:
+def converse(
+    process: "subprocess.Popen[bytes]", stdin: bytes, stdout: Tail, stderr: Tail, signals: HeldSignals
+) -> None:
     """Feed and read the program until it has ended; whoever it left behind with a pipe is not waited for."""
     rest = memoryview(stdin)
     ended = os.pidfd_open(process.pid)
     with selectors.DefaultSelector() as selector:
         try:
             selector.register(ended, selectors.EVENT_READ)
+            selector.register(signals.wake, selectors.EVENT_READ)
             for stream, tail in ((process.stdout, stdout), (process.stderr, stderr)):
                 assert stream is not None
                 os.set_blocking(stream.fileno(), False)
@@ -314,7 +342,9 @@ def converse(process: "subprocess.Popen[bytes]", stdin: bytes, stdout: Tail, std
                 for key, _ in selector.select(timeout=60):
                     if key.fd == ended:
                         return
-                    if key.fileobj is process.stdin:
+                    if key.fd == signals.wake:
+                        signals.deliver()
+                    elif key.fileobj is process.stdin:
                         rest = feed(key.fd, rest)
                         if not rest:
                             selector.unregister(process.stdin)

@@ -482,13 +482,14 @@ def test_shell_kills_everything_when_the_job_is_stopped(shell, stop):
     """Stopped as soon as the program runs, and again and again, as the master repeats it."""
     started = looking = False
 
-    def raise_it(_number, frame):
+    def raise_it(*_):
         nonlocal started, looking
         if looking:
             return  # the machine is slow: the next signal came before the look was over
         looking = True
         started = started or alive(SLEEP)
         looking = False
+        frame = sys._getframe()
         while started and frame is not None:
             if frame.f_code.co_filename == str(ROOT / "plugins" / "shell.py"):
                 raise stop
@@ -503,6 +504,18 @@ def test_shell_kills_everything_when_the_job_is_stopped(shell, stop):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert gone(SLEEP)
+
+
+def test_a_signal_that_stops_no_job_does_not_stop_the_program(shell):
+    """TERM for the whole group of the daemon, say: its handler in a worker does nothing."""
+    seen = []
+    old = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        result = shell({"argv": ["sh", "-c", f"kill -TERM {os.getpid()}; sleep 0.1; echo done"]})
+        assert result["stdout"] == "done\n"
+        assert seen == [1]
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def test_a_stop_while_the_program_starts_leaves_no_program_behind(monkeypatch):
