@@ -110,24 +110,17 @@ def test_order(conn: database.Connection, queue: Queue) -> None:
 
 
 def test_not_yet_due(conn: database.Connection, queue: Queue) -> None:
-    queue.add(delay_s=0.3)
+    """And what falls due after the claim looked is not overlooked by asking only for the future."""
+    queue.add(delay_s=3600)
     mine = book()
     assert mine.claim(conn, 1) == []
     wait = mine.next_due_s(conn)
     assert wait is not None
-    assert 0 < wait <= 0.3
-    time.sleep(wait + 0.01)
+    assert 3500 < wait <= 3600
+    queue.conn.execute("update aqd.jobs set run_at = now()")
+    assert mine.next_due_s(conn) == 0.0
     assert len(mine.claim(conn, 1)) == 1
     assert mine.next_due_s(conn) is None
-
-
-def test_due_between_claim_and_question(conn: database.Connection, queue: Queue) -> None:
-    """What falls due after the claim looked must not be overlooked by asking only for the future."""
-    queue.add(delay_s=0.05)
-    mine = book()
-    assert mine.claim(conn, 1) == []
-    time.sleep(0.06)
-    assert mine.next_due_s(conn) == 0.0
 
 
 def test_unknown_types_are_left_alone(conn: database.Connection, queue: Queue) -> None:
@@ -344,4 +337,4 @@ def test_locking_happens_once(conn: database.Connection, queue: Queue) -> None:
     ordered = [names[param] for param in statements.get("claim_jobs").params]
     filled = re.sub(r"\$(\d+)", lambda match: ordered[int(match[1]) - 1], text)
     plan = "\n".join(row[0] for row in conn.execute(f"explain (analyze, timing off) {filled}".encode()))
-    assert re.findall(r"LockRows .*\(actual rows=(\d+) loops=(\d+)\)", plan) == [("3", "1")], plan
+    assert re.findall(r"LockRows .*\(actual rows=(\d+)(?:\.00)? loops=(\d+)\)", plan) == [("3", "1")], plan
