@@ -26,7 +26,7 @@ from aqd.database import Connection
 from aqd.errors import WorldError
 from aqd.hookspecs import Backoff, HandlerInfo
 from aqd.process import boottime_ns
-from aqd.sessions import Session
+from aqd.sessions import PAUSE_MAX_S, Session
 from aqd.store import Completion, Failure, Release
 
 logger = log.get_logger("recorder")
@@ -156,7 +156,9 @@ class Recorder(threading.Thread):
         self.config = config
         self.node_id = node_id
         self.handlers: dict[str, HandlerInfo] = {}
-        self.session = Session(config.database, "recorder", schema)
+        # Leases run out meanwhile: no pause may cost more of them than a renewal that failed.
+        pause_max_s = min(PAUSE_MAX_S, config.daemon.renew_s / 2)
+        self.session = Session(config.database, "recorder", schema, pause_max_s)
         # Of these, one in the queue is enough, however long the database is away.
         self.renewal_waits = self.reconciliation_waits = False
         self._tell = tell

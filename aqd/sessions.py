@@ -42,7 +42,11 @@ class Session:
     """
 
     def __init__(
-        self, config: Database, name: str, prepare: Callable[[Connection], None] = lambda _: None
+        self,
+        config: Database,
+        name: str,
+        prepare: Callable[[Connection], None] = lambda _: None,
+        pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
         self.config = config
         self.name = name
@@ -50,6 +54,7 @@ class Session:
         self.error = ""
         self.last_success = 0.0
         self._prepare = prepare
+        self._pause_max_s = pause_max_s
         self._connection: Connection | None = None
         self._failures = 0
         self._lock = threading.Lock()
@@ -85,7 +90,7 @@ class Session:
         """How long to wait before the next try after a failure; 0 while all is well."""
         if not self._failures:
             return 0.0
-        longest = min(PAUSE_FIRST_S * 2 ** min(self._failures, 10), PAUSE_MAX_S)
+        longest = min(PAUSE_FIRST_S * 2 ** min(self._failures, 10), self._pause_max_s)
         return random.uniform(longest / 2, longest)
 
     def failed(self, error: BaseException) -> None:

@@ -140,9 +140,16 @@ def test_a_commit_whose_answer_is_lost_is_found_again(proxied, start_daemon, job
 
 
 def test_a_claim_whose_answer_is_lost_is_returned_with_its_attempt(proxied, start_daemon, jobs, side):
-    daemon = start_daemon(config(lease_s=60.0, renew_s=9.0), database=proxied.url)
-    proxied.proxy.swallow(answers=True)
-    job = jobs.add()
+    daemon = start_daemon({"daemon": {"lease_s": 60.0, "renew_s": 9.0}}, database=proxied.url)
+    jobs.wait(jobs.add())
+    blocked = """select from pg_stat_activity
+        where datname = current_database() and application_name like 'aqd claimer%'
+              and wait_event_type = 'Lock'"""
+    with Jobs(jobs.url).conn as holder, holder.transaction():
+        holder.execute("lock table aqd.jobs in exclusive mode")
+        job = holder.execute("select aqd.enqueue('fate', '{}'::jsonb) as id").fetchone()["id"]
+        wait_until(lambda: jobs.conn.execute(blocked).fetchall(), 5, "the claim to wait")
+        proxied.proxy.swallow(answers=True)
     jobs.wait(job, "PROCESSING")
     proxied.proxy.reset_all()
     proxied.proxy.forward()
@@ -307,6 +314,7 @@ def test_a_server_that_stops_and_comes_back(server, start_daemon, its_jobs, side
     daemon.signal(signal.SIGHUP)
     daemon.wait_for("generation replaced", after=mark)
     pg.start()
+    its_jobs.close()  # its connection is gone, too
     back_to_work(daemon, its_jobs)
     assert len(side.runs()) == 11
 
@@ -321,6 +329,7 @@ def test_restarts_of_the_server_under_load_lose_nothing(server, start_daemon, it
         done = len(side.events("end"))
         wait_until(lambda done=done: len(side.events("end")) >= min(done + 100, 1400), 30, "some jobs")
         pg.restart(mode)
+    its_jobs.close()
     assert its_jobs.wait_all(ids, 60) == {"COMPLETED": 1500}
     assert Counter(run.job for run in side.runs()) == Counter(ids)
     back_to_work(daemon, its_jobs)
