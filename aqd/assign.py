@@ -17,9 +17,10 @@ from typing import Final
 FRAME_JOBS_MAX: Final = 100
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
 CLAIM_MAX: Final = 1000
-# Weight of the newest job in a type's estimate. Upwards at once (a type that got slow must not be
-# stacked), downwards slowly.
-_WEIGHT: Final = 0.2
+# Weight of the newest job in a type's estimate. Upwards quickly (a type that got slow must not be stacked),
+# downwards slowly.
+_UP: Final = 0.5
+_DOWN: Final = 0.2
 
 
 @dataclass(slots=True)
@@ -35,13 +36,17 @@ class Estimates:
 
     def learn(self, type: str, wall_ns: int) -> None:
         known = self._types.get(type)
-        self._types[type] = wall_ns if known is None else known + _WEIGHT * (wall_ns - known)
-        self.mean_ns = wall_ns if not self.mean_ns else self.mean_ns + _WEIGHT * (wall_ns - self.mean_ns)
+        self._types[type] = wall_ns if known is None else _moved(known, wall_ns)
+        self.mean_ns = wall_ns if not self.mean_ns else _moved(self.mean_ns, wall_ns)
 
     def keep(self, types: Iterable[str]) -> None:
         """Forget the types that are no longer served."""
         wanted = set(types)
         self._types = {t: ns for t, ns in self._types.items() if t in wanted}
+
+
+def _moved(known: float, newest: float) -> float:
+    return known + (_UP if newest > known else _DOWN) * (newest - known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ gives it a session, and tells the other nodes that this one lives and which type
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import psycopg
 
 from aqd import keeper, log, messages, store
 from aqd.database import Connection
 from aqd.errors import WorldError
+from aqd.hookspecs import HandlerInfo
 from aqd.process import boottime
 from aqd.sessions import Session
 
@@ -31,11 +32,12 @@ class Caretaker(threading.Thread):
         self.settled_in = False
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
-        self._serving: tuple[int, list[str]] | None = None
+        self._serving: tuple[int, dict[str, str | None]] | None = None
+        self._declared: dict[str, str | None] = {}
         self._wake = threading.Event()
 
-    def serve(self, generation: int, types: list[str]) -> None:
-        self._serving = (generation, sorted(types))
+    def serve(self, generation: int, handlers: Iterable[HandlerInfo]) -> None:
+        self._serving = (generation, {handler.type: handler.queue for handler in handlers})
         self._wake.set()
 
     def run(self) -> None:
@@ -61,10 +63,13 @@ class Caretaker(threading.Thread):
             version=start.version,
             generation=serving[0],
             slots=start.config.daemon.slots,
-            types=serving[1],
+            types=sorted(serving[1]),
             state="draining" if self.draining else "running",
         )
         self.session.run(store.node_seen, state)
+        if serving[1] != self._declared:
+            self.session.run(store.declare_queues, serving[1])
+            self._declared = serving[1]
         if not self.settled_in:
             return 0.2
         pause = self.session.run(self._keeper.step, boottime())

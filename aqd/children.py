@@ -9,9 +9,10 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aqd import channel, messages, process
+from aqd import channel, messages, process, systemd
 from aqd.config import Config
 from aqd.log import get_logger
 from aqd.process import ExitStatus, boottime
@@ -27,6 +28,22 @@ API_BACKOFF_MAX_S = 30.0
 STABLE_S = 30.0
 # The dispatcher's main thread never waits for the database and reports every second.
 SILENCE_LIMIT_S = 15.0
+
+
+_SECRETS = ("ADMIN_API_KEY", "DATABASE_URL", "AQD_API_ADMIN_API_KEY", "AQD_DATABASE_URL", "PGPASSWORD")
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What children get: systemd's variables are the master's alone (gunicorn would send READY for us)."""
+    env = dict(environ)
+    systemd.strip_environment(env)
+    return env
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """For the loader and thereby the handlers."""
+    secret = {name + suffix for name in _SECRETS for suffix in ("", "_FILE")}
+    return {k: v for k, v in env.items() if k not in secret}
 
 
 @dataclass(slots=True)
@@ -69,14 +86,11 @@ class DispatcherChild:
         self.drained = False
 
     def start(self, start: messages.Start) -> channel.Peer:
-        """Fork + exec; the caller then sends everything that it holds."""
+        """Fork + exec; the caller then sends everything that it holds. :class:`OSError` if that cannot be."""
         ours, theirs = channel.pair()
-        try:
-            self.pid = process.spawn(
-                process.python_argv("aqd.dispatcher", str(os.getpid())), self._env, [theirs.fileno()]
-            )
-        finally:
-            theirs.close()
+        with theirs:
+            argv = process.python_argv("aqd.dispatcher", str(os.getpid()))
+            self.pid = process.spawn(argv, self._env, [theirs.fileno()])
         self.peer = channel.Peer(ours, messages.encode)
         now = boottime()
         self.heard = now
@@ -142,7 +156,9 @@ class ApiChild:
         self.listener.listen(1024)
 
     def start(self) -> None:
-        argv = process.python_argv("aqd.api.server", "--fd", str(process.FIRST_PASSED_FD))
+        argv = process.python_argv(
+            "aqd.api.server", "--fd", str(process.FIRST_PASSED_FD), "--parent", str(os.getpid())
+        )
         self.pid = process.spawn(argv, self._env, [self.listener.fileno()], blocked=False)
         self.respawn.begin(boottime())
 

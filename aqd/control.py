@@ -183,3 +183,24 @@ class Server:
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+class Waiting:
+    """Clients whose answer depends on a generation that is not there yet."""
+
+    def __init__(self) -> None:
+        self._clients: list[tuple[Client, int]] = []
+
+    def add(self, client: Client, generation: int) -> None:
+        """It waits for ``generation`` or a later one. Whoever asks while a candidate is loading waits for the
+        next one: this one may have read the files before they were changed."""
+        self._clients.append((client, generation))
+
+    def answer(self, body: dict[str, Any], last: int, first: int = 0) -> None:
+        """Answer those that wait for one of the generations from ``first`` to ``last``."""
+        waiting, self._clients = self._clients, []
+        for client, generation in waiting:
+            if first <= generation <= last:
+                client.answer(body)
+            else:
+                self._clients.append((client, generation))

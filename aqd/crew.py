@@ -95,8 +95,13 @@ class Crew:
                 seat.channel.shutdown(socket.SHUT_RDWR)
 
     def _spawn(self, action: slots.Spawn) -> None:
-        page_fd = Page.create(action.slot, action.incarnation, action.generation)
-        workers_end, dispatchers_end = channel.pair()
+        try:
+            page_fd = Page.create(action.slot, action.incarnation, action.generation)
+            workers_end, dispatchers_end = channel.pair()
+        except OSError as error:  # out of descriptors or memory: the slot backs off
+            log.error("worker cannot be started", slot=action.slot, error=str(error))
+            self.plan.exited(action.incarnation, boottime(), reached_loop=False)
+            return
         seat = Seat(
             action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, dispatchers_end
         )
@@ -275,6 +280,14 @@ class Crew:
             log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
             seat.progress = (seen, now)
             signal_group(seat.pid, signal.SIGKILL)
+
+    def reached_loop(self, worker: slots.Worker) -> bool:
+        """Whether it takes jobs; until then hooks and late plugins run."""
+        seat = self.seats.get(worker.incarnation)
+        return seat is not None and seat.page.progress > 0
+
+    def any_reached_loop(self, generation: int) -> bool:
+        return any(s.generation == generation and s.page.progress > 0 for s in self.seats.values())
 
     def busy(self) -> list[Seat]:
         return [s for s in self.seats.values() if s.exited is None and s.page.current() >= 0]

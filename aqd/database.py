@@ -14,13 +14,18 @@ carries in ``sql/`` gives the type. psycopg would pick int2, int4 or int8 by val
 statement for each mixture; and its array dumpers cost 1 µs an element.
 """
 
+import contextlib
+import os
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import conninfo, sql
+from psycopg.rows import tuple_row
 
 from aqd import statements
 from aqd.config import Database
@@ -86,6 +91,10 @@ def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -
     }
     if dispatcher:
         settings |= _DISPATCHER_SETTINGS
+    # connect_timeout ends with the authentication; a proxy may swallow everything after it.
+    cut = threading.Timer(cfg.connect_timeout_s, shut_down, [conn])
+    cut.daemon = True
+    cut.start()
     try:
         run(
             conn,
@@ -96,7 +105,18 @@ def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -
     except BaseException:
         conn.close()
         raise
+    finally:
+        cut.cancel()
     return conn
+
+
+def shut_down(conn: Connection) -> None:
+    """End whatever waits on this connection, from any thread: the socket is shut down under it."""
+    with (
+        contextlib.suppress(OSError, psycopg.Error),
+        socket.socket(fileno=os.dup(conn.pgconn.socket)) as twin,
+    ):
+        twin.shutdown(socket.SHUT_RDWR)
 
 
 def run(conn: Connection, name: str, /, **params: Any) -> list[Row]:
@@ -113,7 +133,8 @@ def execute(conn: Connection, name: str, /, **params: Any) -> tuple[list[Row], i
     prepare = False if statement.fresh else None  # None: after a few runs
     tries = 0
     while True:
-        cursor = psycopg.RawCursor(conn)
+        # An application's connection may have another row factory.
+        cursor = psycopg.RawCursor(conn, row_factory=tuple_row)
         try:
             cursor.execute(statement.text, args or None, binary=True, prepare=prepare)
             rows = cursor.fetchall() if cursor.description is not None else []

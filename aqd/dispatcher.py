@@ -253,7 +253,7 @@ class Dispatcher:
         self.recorder.handlers = self.handlers
         self.estimates.keep(self.handlers)
         self.claimer.serve(frozenset(self.handlers))
-        self.keeper.serve(generation, list(self.handlers))
+        self.keeper.serve(generation, handlers)
         for link in self.links.values():
             if link.generation != generation:
                 self._recall(link)  # what is not begun runs on the new generation

@@ -13,6 +13,8 @@ What can go wrong while loading, and what becomes of it:
   it (the first may have been the kernel's doing, or an operator's);
 * a plugin that starts a thread cannot be forked from: the loader is started again and leaves it to the
   workers to import it after the fork;
+* a generation whose workers die before they reach their loop (a hook or a late plugin kills them) is given
+  up after a few, and the one before serves again: its loader is kept until the new one is *proved*;
 * strict mode, or a loader that cannot start at all: the candidate is refused and the old one serves on.
 """
 
@@ -73,6 +75,7 @@ class Generations:
         closed: Callable[[Loader], None],
     ) -> None:
         self.serving: Loader | None = None
+        self.previous: Loader | None = None  # until the serving one is proved
         self.candidate: Loader | None = None
         self._env = env
         self._ready, self._refused, self._spawned = ready, refused, spawned
@@ -96,12 +99,14 @@ class Generations:
         late: list[str],
         suspect: str | None = None,
     ) -> None:
-        ours, theirs = channel.pair()
         try:
-            argv = process.python_argv("aqd.loader", str(os.getpid()))
-            pid = process.spawn(argv, self._env, [theirs.fileno()])
-        finally:
-            theirs.close()
+            ours, theirs = channel.pair()
+            with theirs:
+                argv = process.python_argv("aqd.loader", str(os.getpid()))
+                pid = process.spawn(argv, self._env, [theirs.fileno()])
+        except OSError as error:  # out of descriptors, processes or memory
+            self._refused([f"the loader cannot be started: {error}"])
+            return
         peer = channel.Peer(ours, messages.encode)
         limit = config.plugins.import_timeout_s + LOADER_MARGIN_S
         loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late, suspect=suspect)
@@ -127,6 +132,7 @@ class Generations:
 
     def close(self) -> None:
         self.abandon_candidate()
+        self.proved()
         if self.serving is not None:
             self._end(self.serving)
             self.serving = None
@@ -173,10 +179,23 @@ class Generations:
             self.candidate = None
             self._refused(errors)
             return
-        previous, self.serving, self.candidate = self.serving, loader, None
-        if previous is not None:
-            self._end(previous)
+        self.proved()
+        self.previous, self.serving, self.candidate = self.serving, loader, None
         self._ready(loader)
+
+    def proved(self) -> None:
+        """A worker of the serving generation has reached its loop: there is no way back any more."""
+        if self.previous is not None:
+            self._end(self.previous)
+            self.previous = None
+
+    def revert(self) -> None:
+        """The serving generation's workers cannot start: the one before serves again."""
+        assert self.serving is not None
+        assert self.previous is not None
+        self._end(self.serving)
+        self.serving, self.previous = self.previous, None
+        self._ready(self.serving)
 
     def _newly_broken(self, candidate: Loader) -> list[str]:
         """What the serving generation does better: switching would take its handlers out of service.
@@ -210,6 +229,9 @@ class Generations:
             log.warning("loader ended", child=pid, status=str(status), generation=self.serving.generation)
             self._end(self.serving)
             self.serving = None
+        if self.previous is not None and self.previous.pid == pid:
+            self._end(self.previous)
+            self.previous = None
         if pid not in self._let_go:
             return False
         self._let_go.discard(pid)

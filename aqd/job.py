@@ -68,7 +68,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     payload: str = "{}"
-    queue: str = DEFAULT_QUEUE
+    queue: str | None = None
     priority: int = 0
     run_at: datetime | None = None
     delay_s: float | None = None
@@ -142,7 +142,7 @@ def validate(
     return JobRequest(
         type=type,
         payload=payload_json,
-        queue=DEFAULT_QUEUE if queue is None else check_name("queue", queue),
+        queue=None if queue is None else check_name("queue", queue),
         priority=0 if priority is None else _integer("priority", priority, MIN_PRIORITY, MAX_PRIORITY),
         run_at=None if run_at is None else parse_moment("run_at", run_at),
         delay_s=None if delay_s is None else _number("delay_s", delay_s, 0, MAX_DELAY_S),

@@ -12,25 +12,24 @@ Fails: exits with an :class:`aqd.errors.Exit` code: CONFIG (refused at start), R
 the pid file), LOADER (the first generation cannot be loaded), WORKERS (workers cannot start).
 """
 
-import fcntl
 import os
 import selectors
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from setproctitle import setproctitle
 
 from aqd import __version__, channel, config, control, log, messages, process, slots, status, systemd
-from aqd.children import ApiChild, DispatcherChild
+from aqd.children import ApiChild, DispatcherChild, child_environment, without_secrets
 from aqd.config import Config
 from aqd.crew import Crew
 from aqd.errors import AqdError, ConfigError, Exit
 from aqd.generations import Generations, Loader
+from aqd.hookspecs import PluginInfo
+from aqd.pidfile import pid_file
 from aqd.process import boottime
 
 logger = log.get_logger("master")
@@ -41,14 +40,8 @@ TICK_S = 0.2
 FINAL_S = 10.0
 # While starting is slow (the database is away), systemd is asked for so much more at a time.
 EXTEND_S = 30.0
-
-_SECRETS = ("ADMIN_API_KEY", "DATABASE_URL", "AQD_API_ADMIN_API_KEY", "AQD_DATABASE_URL", "PGPASSWORD")
-
-
-class AlreadyRunning(AqdError):
-    """Another daemon holds the pid file."""
-
-    exit_code = Exit.RUNNING
+# So many workers in a row may end before their loop until a reload is taken back.
+UNPROVED_FAILURES_MAX = 3
 
 
 class Signals:
@@ -124,8 +117,9 @@ class Master:
         self._reload_again = False
         self._reload_not_before = 0.0
         self._load_failures = 0
-        self._waiting_for_reload: list[tuple[control.Client, int]] = []  # and for which generation
+        self._reloads = control.Waiting()
         self._switching = False
+        self.systemd = systemd.Notifier()
         self._watchdog = systemd.watchdog_interval_s()
         self._next_watchdog = self._next_extend = 0.0
         self._status_line = ""
@@ -155,8 +149,7 @@ class Master:
         drain_over = self.draining_until is not None and now >= self.draining_until
         self.crew.enforce(self.config.daemon.kill_grace_s, stop_all=drain_over)
         self.crew.act()
-        if self.crew.gave_up and self.draining_until is None:
-            self._give_up(Exit.WORKERS)
+        self._prove_generation()
         self.dispatcher.flush()
         self.generations.flush()
         self._finish_reload()
@@ -205,7 +198,7 @@ class Master:
         if self.draining_until is not None:
             return
         if self.api is not None and self.api.pid is None and now >= self.api.respawn.not_before:
-            self.api.start()
+            self._start_api(self.api)
         idle = self.generations.serving is None and self.generations.candidate is None
         if (
             (idle or self._reload_again)
@@ -214,6 +207,13 @@ class Master:
         ):
             # The loader has died, or a reload came during another: files may have changed, load all anew.
             self.reload("again" if self._reload_again else "loader lost")
+
+    def _start_api(self, api: ApiChild) -> None:
+        try:
+            api.start()
+        except OSError as error:
+            logger.error("api cannot be started", error=str(error))
+            api.respawn.ended(boottime())
 
     # --- generations
 
@@ -226,7 +226,7 @@ class Master:
             return
         self._reload_again = False
         logger.info("reload begins", cause=cause)
-        systemd.notify(systemd.reloading())
+        self.systemd.send(systemd.reloading())
         try:
             cfg, self.config_file, _ = config.load_with_sources(self.config_path, os.environ)
         except ConfigError as error:
@@ -241,7 +241,7 @@ class Master:
     def _generation_ready(self, loader: Loader) -> None:
         first = self.plan.serving is None
         self._load_failures = 0
-        self.problems = [f"plugin {p.name}: {p.error}" for p in loader.plugins if p.error]
+        self.problems = _broken(loader.plugins)
         for plugin in loader.plugins:
             if plugin.error:
                 logger.error("plugin broken", plugin=plugin.name, source=plugin.source, reason=plugin.error)
@@ -251,7 +251,9 @@ class Master:
         self.served = loader
         self.plan.serving, self.plan.loader_up = loader.generation, True
         self.plan.count = self.config.daemon.slots
-        self.plan.failures_max = self.config.daemon.spawn_failures_max
+        # Until a worker of it has reached its loop there may be a way back.
+        unproved = self.generations.previous is not None
+        self.plan.failures_max = UNPROVED_FAILURES_MAX if unproved else self.config.daemon.spawn_failures_max
         self.plan.generation_changed()
         self.crew.loader, self.crew.gave_up = loader.peer, False
         self._switching = True
@@ -277,15 +279,31 @@ class Master:
     def _generation_refused(self, errors: list[str], generation: int) -> None:
         self._load_failures += 1
         self._reload_not_before = boottime() + min(0.5 * 2**self._load_failures, 30.0)
-        self.problems = errors
+        served = self.served.plugins if self.served is not None else []
+        self.problems = [*errors, *_broken(served)]
         for error in errors:
             logger.error("generation refused", reason=error)
         if self.plan.serving is None:
             self._give_up(Exit.LOADER)
             return
         answer = {"ok": False, "error": "; ".join(errors), "generation": self.plan.serving}
-        self._answer_reloads(answer, generation, generation)
-        systemd.notify("READY=1")
+        self._reloads.answer(answer, generation, generation)
+        self.systemd.send("READY=1")
+
+    def _prove_generation(self) -> None:
+        """Keep the way back until a worker has reached its loop; take it if they cannot start."""
+        failed = self.plan.serving or 0
+        if self.crew.gave_up and self.draining_until is None:
+            if self.generations.previous is None:
+                self._give_up(Exit.WORKERS)
+                return
+            self.generations.revert()
+            self._generation_refused(
+                [f"the workers of generation {failed} end before they are ready"], failed
+            )
+        elif self.generations.previous is not None and self.crew.any_reached_loop(failed):
+            self.generations.proved()
+            self.plan.failures_max = self.config.daemon.spawn_failures_max
 
     def _finish_reload(self) -> None:
         """The new generation serves once every slot has switched, or is busy with its last old job."""
@@ -293,27 +311,20 @@ class Master:
             return
         busy = {seat.slot for seat in self.crew.busy()}
         for slot in self.plan.slots():
-            new = slot.worker is not None and slot.worker.generation == self.plan.serving
-            if not (new and slot.worker.state is slots.State.SERVING) and slot.number not in busy:  # type: ignore[union-attr]
+            worker = slot.worker
+            new = worker is not None and worker.generation == self.plan.serving
+            if slot.number not in busy and not (
+                new and worker is not None and self.crew.reached_loop(worker)
+            ):
                 return
         if self.dispatcher.hello is None or self.dispatcher.handing_over:
             return
         self._switching = False
         if self.ready_sent:
             logger.info("reload done", generation=self.plan.serving)
-            systemd.notify("READY=1")
+            self.systemd.send("READY=1")
         serving = self.plan.serving or 0
-        self._answer_reloads({"ok": True, "generation": serving, "problems": self.problems}, 0, serving)
-
-    def _answer_reloads(self, answer: dict[str, Any], first: int, last: int) -> None:
-        """Answer those that wait for one of these generations. Whoever asked while a candidate was loading
-        waits for the next one: this one may have read the files before they were changed."""
-        waiting, self._waiting_for_reload = self._waiting_for_reload, []
-        for client, generation in waiting:
-            if first <= generation <= last:
-                client.answer(answer)
-            else:
-                self._waiting_for_reload.append((client, generation))
+        self._reloads.answer({"ok": True, "generation": serving, "problems": self.problems}, serving)
 
     def _loader_opened(self, loader: Loader) -> None:
         self.selector.register(loader.peer, selectors.EVENT_READ, lambda: self.generations.on_channel(loader))
@@ -326,7 +337,12 @@ class Master:
 
     def _start_dispatcher(self) -> None:
         start = messages.Start(self.config, self.node_id, self.node_name, os.getpid(), __version__)
-        peer = self.dispatcher.start(start)
+        try:
+            peer = self.dispatcher.start(start)
+        except OSError as error:  # out of descriptors, processes or memory
+            logger.error("dispatcher cannot be started", error=str(error))
+            self.dispatcher.respawn.ended(boottime())
+            return
         self.selector.register(peer, selectors.EVENT_READ, self._read_dispatcher)
         self.crew.dispatcher = peer
         if (served := self.served) is not None:
@@ -394,15 +410,13 @@ class Master:
         self.draining_until = now + self.config.daemon.drain_s
         # drain_s may be longer than what the unit allows for a stop.
         longest = self.config.daemon.drain_s + self.config.daemon.kill_grace_s + FINAL_S + EXTEND_S
-        systemd.notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(longest * 1e6)}")
+        self.systemd.send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(longest * 1e6)}")
         self.generations.abandon_candidate()
         self.plan.draining = True
         self.dispatcher.send(messages.Drain())
         if self.api is not None:
             self.api.stop()
-        for client, _ in self._waiting_for_reload:
-            client.answer({"ok": False, "error": "the daemon is stopping"})
-        self._waiting_for_reload.clear()
+        self._reloads.answer({"ok": False, "error": "the daemon is stopping"}, self.generations.last + 1)
 
     def _give_up(self, code: Exit) -> None:
         self.exit_code = code
@@ -457,7 +471,7 @@ class Master:
                 if self.draining_until is not None:
                     client.answer({"ok": False, "error": "the daemon is stopping"})
                     return
-                self._waiting_for_reload.append((client, self.generations.last + 1))
+                self._reloads.add(client, self.generations.last + 1)
                 self.reload("aqd reload")
             case "stop":
                 client.answer({"ok": True, "pid": os.getpid()})
@@ -482,57 +496,27 @@ class Master:
     def _tell_systemd(self, now: float) -> None:
         report = self.dispatcher.report
         if not self.ready_sent and self.draining_until is None:
-            if report is not None and report.database_up and self.plan.settled_in():
+            loaded = self.plan.serving is not None and not self._switching
+            if report is not None and report.database_up and loaded:
                 self.ready_sent = True
-                systemd.notify("READY=1")
+                self.systemd.send("READY=1")
                 logger.info(
                     "daemon ready", seconds=round(now - self.started, 3), generation=self.plan.serving
                 )
             elif now >= self._next_extend:
                 self._next_extend = now + EXTEND_S / 2
-                systemd.notify(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
+                self.systemd.hint(f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}")
         if self._watchdog is not None and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog
-            systemd.notify("WATCHDOG=1")
+            self.systemd.hint("WATCHDOG=1")
+        self.systemd.flush()
         line = status.line(self)
-        if line != self._status_line:
+        if line != self._status_line and self.systemd.hint(f"STATUS={line}"):
             self._status_line = line
-            systemd.notify(f"STATUS={line}")
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What children get: systemd's variables are the master's alone (gunicorn would send READY for us)."""
-    env = dict(environ)
-    systemd.strip_environment(env)
-    return env
-
-
-def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """For the loader and thereby the handlers."""
-    secret = {name + suffix for name in _SECRETS for suffix in ("", "_FILE")}
-    return {k: v for k, v in env.items() if k not in secret}
-
-
-@contextmanager
-def pid_file(path: Path) -> Iterator[None]:
-    """Hold the pid file's lock; :class:`AlreadyRunning` if another daemon does.
-
-    The lock counts, not the file: it goes with the process however that ends.
-    """
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-            raise AlreadyRunning(f"a daemon is already running (pid {holder}, pid file {path})") from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
-        yield
-        os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
+def _broken(plugins: Sequence[PluginInfo]) -> list[str]:
+    return [f"plugin {p.name}: {p.error}" for p in plugins if p.error]
 
 
 def _run(master: Master) -> Exit:

@@ -128,9 +128,9 @@ def _dup_high(fd: int) -> int:
 
 
 def python_argv(module: str, *args: str) -> list[str]:
-    """The command line that runs ``module`` with this interpreter (same flags that matter)."""
-    flags = ["-P"] if sys.flags.safe_path else []
-    return [sys.executable, *flags, "-m", module, *args]
+    """The command line that runs ``module`` with this interpreter, never from the working directory: a file
+    there must not shadow a module (``-P``)."""
+    return [sys.executable, "-P", "-m", module, *args]
 
 
 @dataclass(frozen=True, slots=True)

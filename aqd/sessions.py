@@ -13,7 +13,6 @@ neither CPU nor a flood of log lines.
 import contextlib
 import os
 import random
-import socket
 import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
@@ -155,13 +154,7 @@ class Session:
 
     def cut(self) -> None:
         """Called by the main thread: end the statement that is under way, if there is one."""
-        with self._lock:
-            if self._connection is None or not self._deadline:
-                return
-            try:
-                fd = os.dup(self._connection.pgconn.socket)
-            except (OSError, psycopg.Error):
-                return
-        self._cut = True
-        with contextlib.suppress(OSError), socket.socket(fileno=fd) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
+        with self._lock:  # the thread cannot close the connection meanwhile
+            if self._connection is not None and self._deadline:
+                self._cut = True
+                database.shut_down(self._connection)

@@ -11,7 +11,7 @@ whose COMMIT got no answer may simply be recorded again. One bad row does not st
 How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise, with nothing changed.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import psycopg
@@ -62,6 +62,7 @@ __all__ = [
     "Release",
     "RescueResult",
     "connect",
+    "declare_queues",
     "enqueue",
     "fail_unknown",
     "get_attempts",
@@ -417,6 +418,16 @@ def node_seen(conn: Connection, node: NodeState) -> None:
         conn,
         "node_seen",
         **node._replace(types=())._asdict() | {"types": text_array(sorted(node.types))},
+    )
+
+
+def declare_queues(conn: Connection, queues: Mapping[str, str | None]) -> None:
+    """Say which types want a queue of their own (None: no longer) for jobs submitted without one."""
+    run(
+        conn,
+        "declare_handler_queues",
+        types=text_array(sorted(queues)),
+        queues=text_array(queues[type] for type in sorted(queues)),
     )
 
 

@@ -19,14 +19,14 @@ _LIVE_STATES: Final = frozenset({"QUEUED", "PROCESSING", "FAILED"})
 
 
 class JobRow(NamedTuple):
-    """A job, live or finished. ``payload`` and ``result`` are JSON text."""
+    """A job, live or finished. ``payload`` and ``result`` are JSON text, None in lists."""
 
     id: int
     state: str
     type: str
     queue: str
     priority: int
-    payload: str
+    payload: str | None
     result: str | None
     attempt: int
     max_attempts: int | None
@@ -63,6 +63,7 @@ class EnqueuedJob(NamedTuple):
     state: str
     run_at: datetime
     created_at: datetime
+    queue: str
 
 
 class FailedJobRow(NamedTuple):

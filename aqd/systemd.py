@@ -1,8 +1,8 @@
 """Talking to systemd: readiness, reloads, status and the watchdog.
 
 Used by the master only (the unit says ``NotifyAccess=main``; what its children send is refused). Does
-nothing, and says so by returning False or None, when there is no systemd above us. Never waits longer
-than half a second: the manager may be stopped or re-executing.
+nothing, and says so by returning False or None, when there is no systemd above us. Never waits: the manager
+may be stopped or re-executing.
 
 Protocol: sd_notify(3), sd_watchdog_enabled(3), systemd.service(5).
 """
@@ -10,16 +10,17 @@ Protocol: sd_notify(3), sd_watchdog_enabled(3), systemd.service(5).
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 
-_SEND_TIMEOUT_S = 0.5
+_WAITING_MAX = 32
 _NOT_FOR_CHILDREN = ("NOTIFY_SOCKET",)
 _NOT_FOR_CHILDREN_PREFIXES = ("WATCHDOG_", "LISTEN_")
 
 
 def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Send ``state`` (lines ``READY=1``, ``STATUS=…``, ``STOPPING=1``, ``WATCHDOG=1``,
-    ``EXTEND_TIMEOUT_USEC=…``); True when the manager's socket took it.
+    ``EXTEND_TIMEOUT_USEC=…``) without waiting; True when the manager's socket took it.
 
     ``NOTIFY_SOCKET`` is a path, or ``@name`` for the abstract namespace; nothing else is spoken.
     """
@@ -30,12 +31,38 @@ def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(_SEND_TIMEOUT_S)
+            sock.setblocking(False)
             sock.connect(address)
             sock.send(state.encode(errors="replace"))
-    except OSError:  # TimeoutError too
+    except OSError:  # also: its queue is full, because it is stopped or re-executing
         return False
     return True
+
+
+class Notifier:
+    """What must reach the manager in its order, however busy that is, and never waits for it."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._waiting: deque[str] = deque(maxlen=_WAITING_MAX)
+
+    def send(self, state: str) -> None:
+        """A milestone (ready, reloading, stopping): kept until it could be sent."""
+        if self._environ.get("NOTIFY_SOCKET"):
+            self._waiting.append(state)
+            self.flush()
+
+    def hint(self, state: str) -> bool:
+        """A status or a sign of life: worth nothing later. Whether it was sent."""
+        return self.flush() and notify(state, self._environ)
+
+    def flush(self) -> bool:
+        """Send what waits, as far as it goes; whether all of it went. To be called now and then."""
+        while self._waiting:
+            if not notify(self._waiting[0], self._environ):
+                return False
+            self._waiting.popleft()
+        return True
 
 
 def reloading() -> str:

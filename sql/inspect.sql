@@ -22,9 +22,10 @@ limit 1
 
 -- name: list_jobs :many fresh
 -- Newest first by id, over live jobs and history. Filters that are null vanish, because the statement
--- is planned with its values (fresh). For a queue history has no index: bounded by time.
+-- is planned with its values (fresh). Without payload and result: a page of large ones would fill the reader's
+-- memory. For a queue history has no index: bounded by time.
 -- Index: primary keys, merged in id order; job_history_type_id where a type is given.
-select a.id, a.state, a.type, a.queue, a.priority, a.payload::text, a.result::text, a.attempt,
+select a.id, a.state, a.type, a.queue, a.priority, null::text as payload, null::text as result, a.attempt,
        a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
        a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb
 from aqd.all_jobs a
@@ -40,7 +41,7 @@ limit :limit::bigint
 -- name: list_jobs_live :many fresh
 -- The same for states that only live jobs have, so that no partition is opened.
 -- Index: primary key.
-select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text as result, j.attempt,
+select j.id, j.state, j.type, j.queue, j.priority, null::text as payload, null::text as result, j.attempt,
        j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
        j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
        null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb
@@ -61,13 +62,13 @@ with changed as (
     set state = 'QUEUED', run_at = now(), attempt = 0, crashes = 0, interruptions = 0, last_error = null,
         claimed_at = null, retries = j.retries + 1
     where j.id = :id::bigint and j.state = 'FAILED'
-    returning j.id, j.state, j.run_at, j.created_at
+    returning j.id, j.state, j.run_at, j.created_at, j.queue
 ), marked as (
     update aqd.failed_jobs f set retried_at = now()
     from changed c
     where f.job_id = c.id and f.resolved_at is null
 )
-select c.id, c.state, c.run_at, c.created_at from changed c where (select aqd.wake()) is not null
+select c.id, c.state, c.run_at, c.created_at, c.queue from changed c where (select aqd.wake()) is not null
 
 -- name: list_failed :many fresh
 -- Dead-letter records, newest first; by default the open ones.

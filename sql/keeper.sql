@@ -10,6 +10,26 @@ on conflict (node_id) do update
 set seen_at = now(), name = excluded.name, pid = excluded.pid, version = excluded.version,
     generation = excluded.generation, slots = excluded.slots, types = excluded.types, state = excluded.state
 
+-- name: declare_handler_queues :exec
+-- Types with a queue of their own, and (null) those without. In the order of types: nodes that start at the
+-- same time lock rows in the same order.
+-- Index: primary key of handler_queues.
+with given as (
+    select g.type, g.queue
+    from unnest(:types::text[], :queues::text[]) as g(type, queue)
+), gone as (
+    delete from aqd.handler_queues h
+    using given g
+    where h.type = g.type and g.queue is null
+)
+insert into aqd.handler_queues as h (type, queue)
+select g.type, g.queue
+from given g
+where g.queue is not null
+order by g.type
+on conflict (type) do update set queue = excluded.queue
+where h.queue <> excluded.queue
+
 -- name: node_gone :exec
 -- Its jobs, if any are left, are found by their leases.
 -- Index: primary key of nodes.

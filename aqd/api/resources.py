@@ -40,7 +40,7 @@ class Jobs:
         made = self._pool.write(lambda conn: store.enqueue(conn, request))
         document = render.enqueued(made) | {
             "type": request.type,
-            "queue": request.queue,
+            "queue": made.queue,
             "priority": request.priority,
         }
         resp.location = f"/jobs/{made.id}"

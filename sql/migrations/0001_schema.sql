@@ -163,6 +163,17 @@ create table aqd.queues (
     paused boolean not null default false
 );
 
+-- Queues that handlers want for jobs submitted without one, as the nodes declare them (the last one wins).
+create table aqd.handler_queues (
+    type  text collate "C" primary key,
+    queue text not null
+);
+
+create function aqd.queue_of(job_type text) returns text
+language sql stable as $$
+    select coalesce((select h.queue from aqd.handler_queues h where h.type = job_type), 'default')
+$$;
+
 -- Running daemons, as they report themselves.
 create table aqd.nodes (
     node_id    text primary key,
@@ -241,7 +252,7 @@ $$;
 create function aqd.enqueue(
     type         text,
     payload      jsonb            default '{}',
-    queue        text             default 'default',
+    queue        text             default null,
     priority     integer          default 0,
     run_at       timestamptz      default null,
     delay_s      double precision default null,
@@ -255,6 +266,9 @@ declare
     due_at timestamptz;
     new_id bigint;
 begin
+    if enqueue.queue is null then
+        enqueue.queue := aqd.queue_of(enqueue.type);
+    end if;
     if enqueue.type is null or enqueue.type !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
         field := 'type';
         reason := 'must be 1..128 characters of A-Z a-z 0-9 _ . : / -';
@@ -264,7 +278,7 @@ begin
     elsif pg_column_size(enqueue.payload) > 67108864 then
         field := 'payload';
         reason := 'must not be larger than 64 MiB';
-    elsif enqueue.queue is null or enqueue.queue !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
+    elsif enqueue.queue !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
         field := 'queue';
         reason := 'must be 1..128 characters of A-Z a-z 0-9 _ . : / -';
     elsif enqueue.priority is null or enqueue.priority not between -100 and 100 then

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests.fixtures.processes import wait_until
+
 
 def test_a_job_completes_with_its_result(daemon, jobs, side):
     job = jobs.add([{"return": {"answer": 42, "text": "Grüße 😀"}}])
@@ -167,3 +169,19 @@ def test_a_delayed_job_waits_and_priority_goes_first(start_daemon, jobs, side):
     assert order == [blocker, high, low, later]
     row = jobs.get(later)
     assert (row["claimed_at"] - row["created_at"]).total_seconds() >= 1.0
+
+
+def test_a_handler_names_the_queue_of_its_jobs(start_daemon, jobs):
+    plugin = """
+import aqd
+
+@aqd.hookimpl
+def aqd_register(handlers):
+    handlers.add("slow_mail", lambda payload: "sent", queue="slow")
+"""
+    daemon = start_daemon(plugins={"mail.py": plugin})
+    assert jobs.wait(jobs.add(type="slow_mail"))["queue"] == "slow"
+    (daemon.plugins_dir / "mail.py").write_text(plugin.replace(', queue="slow"', ""))
+    assert daemon.aqd("reload").returncode == 0
+    daemon.wait_for("reload done")
+    wait_until(lambda: jobs.wait(jobs.add(type="slow_mail"))["queue"] == "default", 10)

@@ -476,3 +476,18 @@ def test_a_plugin_that_starts_a_thread_is_imported_after_the_fork(start_daemon, 
     write(daemon, "threaded", WITH_A_THREAD.replace('"talker"', '"walker"'))
     reload(daemon)
     assert "walker" in result(jobs, "threaded")
+
+
+def test_a_generation_whose_workers_cannot_start_is_taken_back(daemon, jobs):
+    bad = "import os\nimport aqd\n\n@aqd.hookimpl\ndef aqd_worker_start(slot):\n    os._exit(3)\n"
+    (daemon.plugins_dir / "bad.py").write_text(bad)
+    answer = daemon.aqd("reload")
+    assert answer.returncode == int(Exit.REFUSED)
+    assert "end before they are ready" in answer.stderr
+    status = daemon.wait_status(lambda s: all(slot["state"] == "idle" for slot in s["slots"]))
+    assert status["generation"] == 1
+    assert any("generation 2" in problem for problem in status["problems"])
+    assert jobs.wait(jobs.add())["state"] == "COMPLETED"
+    (daemon.plugins_dir / "bad.py").unlink()
+    assert daemon.aqd("reload").returncode == 0
+    assert daemon.status()["problems"] == []

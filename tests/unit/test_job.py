@@ -318,7 +318,7 @@ def test_defaults_and_nulls() -> None:
     assert bare == job.parse_request(
         b'{"type":"x","queue":null,"priority":null,"run_at":null,"delay_s":null}'
     )
-    assert (bare.queue, bare.payload, bare.priority) == ("default", "{}", 0)
+    assert (bare.queue, bare.payload, bare.priority) == (None, "{}", 0)
 
 
 def test_size_is_bounded_in_bytes_and_in_what_numbers_become() -> None:
