@@ -27,9 +27,9 @@ class Caretaker(threading.Thread):
         self.session = Session(start.config.database, "keeper", schema)
         self.stopping = False
         self.draining = False
-        # Not before the first reconciliation: outcomes that a predecessor left in the channels are recorded
-        # rather than rescued by our own hand.
-        self.settled_in = False
+        # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this
+        # node holds is recorded, not rescued by its own hand.
+        self.may_rescue = False
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
         self._serving: tuple[int, dict[str, str | None]] | None = None
@@ -70,7 +70,7 @@ class Caretaker(threading.Thread):
         if serving[1] != self._declared:
             self.session.run(store.declare_queues, serving[1])
             self._declared = serving[1]
-        if not self.settled_in:
+        if not self.may_rescue:
             return 0.2
         pause = self.session.run(self._keeper.step, boottime())
         return min(pause, start.config.keeper.node_ttl_s / 3)

@@ -60,7 +60,7 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.2
 REPORT_S = 1.0
 RECONCILE_S = 5.0
-# A job that runs longer than this in front of others in its frame has them taken back.
+# A job that runs longer than this, and twice its expected time, has the others in its frame taken back.
 STUCK_NS = 20_000_000
 # Claimed jobs for which no worker became free are given back: another node may be idle.
 READY_LIMIT_S = 0.5
@@ -164,6 +164,11 @@ class Dispatcher:
         if now >= self._next_report or up != self._reported_up:
             self._next_report, self._reported_up = now + REPORT_S, up
             self._report()
+        # What expired during an outage and waits in our hands is recorded, not rescued by our own keeper.
+        if not self.recorder.session.up:
+            self.keeper.may_rescue = False
+        elif self.reconciled and not self.pending:
+            self.keeper.may_rescue = True
         self._free_stuck(boottime_ns())
         if self.ready and now >= self._last_given + READY_LIMIT_S:
             self._release_ready("no worker became free")
@@ -393,12 +398,13 @@ class Dispatcher:
                 case Renewed():
                     self._renewed(message)
                 case Reconciled():
-                    self.reconciled = self.keeper.settled_in = True
+                    self.reconciled = True
                 case (jobs, asked_ns):
                     self._claimed(jobs, asked_ns)
 
     def _settled(self, keys: list[tuple[int, int]], counts: dict[str, int]) -> None:
         self.pending -= len(keys)
+        self.keeper.may_rescue = self.reconciled
         for name, number in counts.items():
             self._count(name, number)
         touched = set()
@@ -532,7 +538,12 @@ class Dispatcher:
 
 def is_stuck(link: Link, now_ns: int) -> bool:
     """Whether the worker is on a job that takes longer than others should wait behind it."""
-    return link.page.current() >= 0 and now_ns >= link.page.started_at_ns + STUCK_NS
+    current = link.page.current()
+    if current < 0:
+        return False
+    held = link.held.get(current)
+    patience_ns = max(STUCK_NS, 2 * held.expected_ns) if held is not None else STUCK_NS
+    return now_ns >= link.page.started_at_ns + patience_ns
 
 
 def main() -> NoReturn:
