@@ -44,8 +44,10 @@ class ClaimedJob(NamedTuple):
     run_at_us: int
 
 
-# The column behind those of ClaimedJob: the database's clock.
+# The columns behind those of ClaimedJob: the database's clock, and what the claim cost there. The time on
+# our side would count the network and our own scheduler, and put sweeps off for them.
 _NOW_US: Final = len(ClaimedJob._fields)
+_WALK_US: Final = _NOW_US + 1
 
 
 class ClaimBook:
@@ -154,7 +156,6 @@ class ClaimBook:
         return jobs
 
     def _claim_plan(self, conn: Connection, plan: Plan, limit: int) -> list[ClaimedJob]:
-        began = self._clock()
         rows = run(
             conn,
             "claim_jobs",
@@ -170,17 +171,17 @@ class ClaimBook:
             node_id=self.node_id,
         )
         self._now_us = rows[0][_NOW_US]
+        walk_us = rows[0][_WALK_US]
         if rows[0][0] is None:
             rows.clear()
         jobs = [ClaimedJob._make(row[:_NOW_US]) for row in rows]
         places: dict[tuple[str, int], int] = {key: place for place, key in enumerate(plan.lanes)}
         jobs.sort(key=lambda job: (places[job.queue, job.priority], job.run_at_us, job.id))
         if self._lanes.took(plan, _taken(jobs), limit, self._now_us):
-            self._lanes.swept(self._clock() - began)
+            self._lanes.swept(walk_us / 1e6)
         return jobs
 
     def _discover(self, conn: Connection) -> list[LaneKey]:
-        began = self._clock()
         if not self._many:
             rows = run(conn, "list_lanes", queues=self._queues, max_lanes=_MANY_LANES)
             self._many = len(rows) >= _MANY_LANES
@@ -188,11 +189,12 @@ class ClaimBook:
             rows = run(conn, "list_lanes_distinct", queues=self._queues)
             self._many = len(rows) >= _MANY_LANES // 2
         now = self._clock()
-        self._lanes.swept(now - began)
-        self._lanes.looked(now - began, now)
+        cost_s = rows[-1][3]
+        self._lanes.swept(cost_s)
+        self._lanes.looked(cost_s, now)
         return self._lanes.observe(
-            [LaneKey(queue, priority) for queue, priority, paused in rows if not paused],
-            [LaneKey(queue, priority) for queue, priority, paused in rows if paused],
+            [LaneKey(queue, priority) for queue, priority, paused, _ in rows if queue and not paused],
+            [LaneKey(queue, priority) for queue, priority, paused, _ in rows if queue and paused],
             now,
         )
 
@@ -211,9 +213,14 @@ def _taken(jobs: list[ClaimedJob]) -> dict[LaneKey, Taken]:
 class Sleeper:
     """The protocol of going to sleep over two sequences.
 
-    ``announce`` before the last look: from then on enqueuers notify. ``woken`` only after a NOTIFY came:
-    it woke every announced sleeper, so all of them may be struck off. A race makes surplus
-    notifications; polling bounds the rest.
+    1. ``announce``: whoever enqueues from now on notifies.
+    2. ``pending_writers``, *then* claim. A transaction that enqueued before the announcement notifies nobody;
+       it is either still seen as a writer, or what it wrote is seen by the claim that follows.
+    3. While any of the writers seen first is still there: wait a little, and do 2 again. Sleep only
+       after a claim that came *after* the last of them was gone.
+    4. ``woken`` only if a NOTIFY came: it woke every announced sleeper, so all of them may be struck off.
+
+    A race makes surplus notifications; polling bounds what is lost otherwise (a crash, a pooler).
 
     The connection must LISTEN on :data:`CHANNEL` before the first ``announce``.
     """
@@ -232,5 +239,5 @@ class Sleeper:
             self._number = None
 
     def pending_writers(self, conn: Connection) -> set[str]:
-        """Transactions that may hold jobs not yet visible. Look again until all of them are gone."""
+        """Transactions that may hold jobs not yet visible. Ask before the claim, see the class."""
         return {row[0] for row in run(conn, "pending_writers")}

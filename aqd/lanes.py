@@ -121,7 +121,8 @@ class Lanes:
         return now >= self._next_look
 
     def looked(self, cost_s: float, now: float) -> None:
-        """A discovery took ``cost_s``. It walks over dead entries like a sweep, so it is rationed alike."""
+        """A discovery took the server ``cost_s``; it walks over dead entries as a sweep does, so it is
+        rationed alike."""
         self._next_look = now + (0.0 if cost_s < _CHEAP_LOOK_S else min(cost_s * COST_FACTOR, MAX_SWEEP_S))
 
     # sweeping

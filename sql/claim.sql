@@ -12,7 +12,8 @@
 --   by one as they are pulled, so nothing beyond the outer limit is locked.
 -- - The rows are then named by an array, so that only the primary key can find them (lease.sql, 2).
 -- - Known types only: an unknown type costs nobody an attempt.
--- - Always at least one row: now_us is the database's clock, which the floors are made of.
+-- - Always at least one row: now_us is the database's clock, which the floors are made of; walk_us is what
+--   finding the rows has cost the server (the sub-select is evaluated once, at the first row).
 -- Index: jobs_ready, one range per lane; then the primary key.
 with lane as (
     select l.queue, l.priority,
@@ -56,26 +57,32 @@ with lane as (
               j.interruptions, j.crashes,
               (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us
 )
-select c.*, clock.now_us
+select c.*, clock.now_us,
+       (date_part('epoch', (select clock_timestamp()) - now()) * 1000000::double precision)::bigint as walk_us
 from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as now_us) as clock
 left join claimed c on true
 
 -- name: list_lanes :many
 -- The lanes with QUEUED jobs, and whether their queue is paused (the claimer forgets paused lanes but
--- keeps empty ones for a while). An empty array of queues means all.
+-- keeps empty ones for a while). An empty array of queues means all. Always at least one row, the last of
+-- which says what the look has cost the server.
 -- Index: jobs_ready, one probe a lane; queues' primary key.
-select l.queue, l.priority, coalesce(q.paused, false)
-from aqd.ready_lanes(:max_lanes::integer) as l
+select l.queue, l.priority, coalesce(q.paused, false),
+       date_part('epoch', clock_timestamp() - statement_timestamp())
+from (select true) as always
+left join aqd.ready_lanes(:max_lanes::integer) as l
+    on cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
 left join aqd.queues q on q.queue = l.queue
-where cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
 
 -- name: list_lanes_distinct :many
 -- The same for thousands of lanes, where one pass over the index is cheaper than a probe for each.
 -- Index: jobs_ready, the whole of it.
-select l.queue, l.priority, coalesce(q.paused, false)
-from (select distinct j.queue, j.priority from aqd.jobs j where j.state = 'QUEUED') as l
+select l.queue, l.priority, coalesce(q.paused, false),
+       date_part('epoch', clock_timestamp() - statement_timestamp())
+from (select true) as always
+left join (select distinct j.queue, j.priority from aqd.jobs j where j.state = 'QUEUED') as l
+    on cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
 left join aqd.queues q on q.queue = l.queue
-where cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
 
 -- name: next_due :one
 -- Seconds until the first job falls due that was not yet due at the last claim (its now_us); null if
