@@ -315,9 +315,7 @@ class Dispatcher:
         page, now_ns = link.page, boottime_ns()
         current = page.current()
         sent = {note.number for note in link.notes}
-        if current >= 0 and current not in sent:
-            if current not in link.held:
-                link.adopt_entry(current, page.lease_until_ns)
+        if current in link.held and current not in sent:
             self._ended_with_worker(link, current, exited, now_ns)
         elif current >= 0:
             link.unfinished.pop(current, None)
@@ -358,12 +356,17 @@ class Dispatcher:
     def _recalled(self, link: Link, first: int, last: int) -> None:
         link.recalling = False
         self._give_back(link.take_back(first, last))
+        for number, held in link.held.items():
+            if held.lost:  # begun before the recall
+                self.master.send(messages.Fence(link.incarnation, number))
         self._maybe_retired(link)
 
     def _give_back(self, taken: list[Held]) -> None:
         """Run them elsewhere on this node, or release them."""
         for held in reversed(taken):
-            if self.draining or self.handing_over or held.job is None or held.job.type not in self.handlers:
+            if held.lost:
+                self._count("lost", 1)
+            elif self.draining or self.handing_over or held.job is None or held.job.type not in self.handlers:
                 self._release(held, "not begun")
             else:
                 self.ready.appendleft(held)

@@ -32,7 +32,8 @@ _ENTRY_BYTES = 80
 class Held:
     """A job of ours: claimed, or found on a predecessor's page (then ``job`` is unknown).
 
-    ``certain_ns``: until then its lease certainly holds. ``expected_ns``: how long it will probably take.
+    ``certain_ns``: until then its lease certainly holds. ``lost``: somebody else owns it by now.
+    ``expected_ns``: how long it will probably take.
     """
 
     id: int
@@ -44,6 +45,7 @@ class Held:
     max_attempts: int = 0
     expected_ns: int = 0
     payload_bytes: int = 0
+    lost: bool = False
 
     @property
     def frame_bytes(self) -> int:
@@ -206,13 +208,13 @@ class Link:
                 if held.id in kept:
                     held.certain_ns = certain_ns
                 else:
+                    held.lost = True
                     lost.append(number)
-        self.refresh_lease()
+        # A lost one does not end the others: it is fenced by its number.
+        certain = [held.certain_ns for held in self.held.values() if not held.lost]
+        if certain:
+            self.page.lease_until_ns = min(certain)
         return lost
-
-    def refresh_lease(self) -> None:
-        if self.held:
-            self.page.lease_until_ns = min(held.certain_ns for held in self.held.values())
 
     # --- succession
 
