@@ -1,0 +1,128 @@
+"""What becomes of an entry, from a worker's message or its death; and what a link takes back and fences."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from aqd import channel, messages, outcomes
+from aqd.claims import ClaimedJob
+from aqd.links import OUTSTANDING_MAX, Held, Link
+from aqd.page import ENTRIES, Page, StopReason
+from aqd.process import boottime_ns
+from aqd.recorder import Completed, Failed, Released
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    ours, theirs = channel.pair()
+    page_fd = Page.create(slot=0, incarnation=7, generation=1)
+    link = Link.open(messages.Attach(0, 7, 1, fresh=True), ours.detach(), page_fd)
+    yield link
+    link.close()
+    theirs.close()
+
+
+def held(id: int, certain_s: float = 60.0) -> Held:
+    job = ClaimedJob(id, 99, "noop", "default", 0, "{}", 2, None, None, 0, 0, 0, 0)
+    certain_ns = boottime_ns() + int(certain_s * SECOND)
+    return Held(id, 99, 2, certain_ns, job, limit_ns=3 * SECOND, max_attempts=5, payload_bytes=2)
+
+
+def exited(
+    reason: StopReason = StopReason.NONE, number: int = -1, signal_: int | None = signal.SIGKILL
+) -> messages.Exited:
+    return messages.Exited(7, signal_, None if signal_ else 3, reason, number)
+
+
+def on_its_first(link: Link) -> Held:
+    job = held(1)
+    link.give([job])
+    link.page.begin(0, boottime_ns())
+    return job
+
+
+def test_a_returned_job_is_completed(link: Link) -> None:
+    work = outcomes.from_message(link, held(1), messages.Done(0, 5, 7, 2_000, 300, '{"a":1}'))
+    assert work == Completed((7, 0), 1, 99, 2, '{"a":1}', 12, 7e-9, 0.002, 300)
+
+
+def test_no_result_is_null(link: Link) -> None:
+    work = outcomes.from_message(link, held(1), messages.Done(0, 5, 7, 0, 0, ""))
+    assert isinstance(work, Completed)
+    assert work.result is None
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("interrupted", True), ("unstarted", False)])
+def test_what_we_ended_ourselves_is_given_back(link: Link, kind: str, counts: bool) -> None:
+    work = outcomes.from_message(link, held(1), messages.Broken(0, 5, 7, 0, 0, kind, "why", "", -1.0))
+    assert isinstance(work, Released)
+    assert work.interrupted is counts
+
+
+def test_a_failure_keeps_what_the_handler_wished(link: Link) -> None:
+    work = outcomes.from_message(link, held(1), messages.Broken(0, 5, 7, 0, 0, "failed", "no", "tb", 4.5))
+    assert isinstance(work, Failed)
+    assert (work.retry_after_s, work.max_attempts, work.type, work.attempt) == (4.5, 5, "noop", 2)
+
+
+def test_a_death_is_a_crash_with_its_signal(link: Link) -> None:
+    work = outcomes.from_exit(link, on_its_first(link), 0, exited(), boottime_ns())
+    assert isinstance(work, Failed)
+    assert (work.kind, work.signal) == ("crashed", 9)
+    assert "SIGKILL" in work.error
+
+
+def test_a_death_is_what_we_killed_it_for_only_if_it_met_this_entry(link: Link) -> None:
+    job = on_its_first(link)
+    kinds = {
+        reason: outcomes.from_exit(link, job, 0, exited(reason, number=0), boottime_ns())
+        for reason in StopReason
+    }
+    assert kinds[StopReason.FENCE] is None
+    assert isinstance(kinds[StopReason.DRAIN], Released)
+    timeout = kinds[StopReason.TIMEOUT]
+    assert isinstance(timeout, Failed)
+    assert timeout.kind == "timed_out"
+    assert "3 s" in timeout.error
+    for reason in StopReason:  # meant for another entry: this one was merely hit
+        other = outcomes.from_exit(link, job, 0, exited(reason, number=4), boottime_ns())
+        assert isinstance(other, Failed)
+        assert other.kind == "crashed"
+
+
+def test_a_predecessors_job_is_recorded_without_guessing(link: Link) -> None:
+    unknown = Held(1, 99, 2, boottime_ns())
+    work = outcomes.from_message(link, unknown, messages.Broken(0, 5, 7, 0, 0, "failed", "no", "", -1.0))
+    assert isinstance(work, Failed)
+    assert (work.type, work.max_attempts, work.retry_after_s) == (None, None, None)
+
+
+def test_the_ring_is_never_overrun_by_recalls(link: Link) -> None:
+    first = on_its_first(link)
+    given = 1
+    while link.room() > 0:
+        link.give([held(given + 1)])
+        given += 1
+        link.take_back(*link.page.recall())
+        assert given <= 2 * ENTRIES
+    assert given <= ENTRIES
+    assert link.page.entry(0).job_id == first.id
+
+
+def test_room_bounds_what_is_unrecorded(link: Link) -> None:
+    link.give([held(id) for id in range(100)])
+    assert link.room() == OUTSTANDING_MAX - 100
+
+
+def test_a_lost_lease_fences_its_own_entry_only(link: Link) -> None:
+    lost, kept = held(1, 5), held(2, 50)
+    link.give([lost, kept])
+    certain_ns = boottime_ns() + 60 * SECOND
+    assert link.renewed(kept={2}, asked={1: 99, 2: 99}, certain_ns=certain_ns) == [0]
+    assert lost.lost
+    assert link.page.lease_until_ns == certain_ns
