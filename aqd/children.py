@@ -165,7 +165,10 @@ class ApiChild:
     def exited(self, status: ExitStatus) -> None:
         """Its arbiter has ended."""
         expected = self.stopping and status.ok
-        (log.debug if expected else log.warning)("api ended", child=self.pid, status=str(status))
+        if expected:
+            log.debug("api ended", child=self.pid, status=str(status))
+        else:
+            log.warning("api ended", child=self.pid, status=str(status))
         self.pid = None
         self.stopping = False
         self.respawn.ended(boottime(), at_once=expected)
