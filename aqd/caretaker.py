@@ -32,12 +32,12 @@ class Caretaker(threading.Thread):
         self.may_rescue = False
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
-        self._serving: tuple[int, dict[str, str | None]] | None = None
-        self._declared: dict[str, str | None] = {}
+        self._serving: tuple[int, list[HandlerInfo]] | None = None
+        self._declared: list[HandlerInfo] = []
         self._wake = threading.Event()
 
     def serve(self, generation: int, handlers: Iterable[HandlerInfo]) -> None:
-        self._serving = (generation, {handler.type: handler.queue for handler in handlers})
+        self._serving = (generation, list(handlers))
         self._wake.set()
 
     def run(self) -> None:
@@ -63,12 +63,12 @@ class Caretaker(threading.Thread):
             version=start.version,
             generation=serving[0],
             slots=start.config.daemon.slots,
-            types=sorted(serving[1]),
+            types=sorted(handler.type for handler in serving[1]),
             state="draining" if self.draining else "running",
         )
         self.session.run(store.node_seen, state)
         if serving[1] != self._declared:
-            self.session.run(store.declare_queues, serving[1])
+            self.session.run(store.declare_handlers, serving[1])
             self._declared = serving[1]
         if not self.may_rescue:
             return 0.2

@@ -11,7 +11,7 @@ whose COMMIT got no answer may simply be recorded again. One bad row does not st
 How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise, with nothing changed.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import psycopg
@@ -28,6 +28,7 @@ from aqd.database import (
     text_array,
 )
 from aqd.errors import InputError
+from aqd.hookspecs import HandlerInfo
 from aqd.job import JobRequest
 from aqd.store_read import (
     AttemptRow,
@@ -62,7 +63,7 @@ __all__ = [
     "Release",
     "RescueResult",
     "connect",
-    "declare_queues",
+    "declare_handlers",
     "enqueue",
     "fail_unknown",
     "get_attempts",
@@ -421,13 +422,15 @@ def node_seen(conn: Connection, node: NodeState) -> None:
     )
 
 
-def declare_queues(conn: Connection, queues: Mapping[str, str | None]) -> None:
-    """Say which types want a queue of their own (None: no longer) for jobs submitted without one."""
+def declare_handlers(conn: Connection, handlers: Iterable[HandlerInfo]) -> None:
+    """Say what handlers want for jobs that do not say it themselves: their queue and number of attempts."""
+    known = sorted(handlers, key=lambda handler: handler.type)
     run(
         conn,
-        "declare_handler_queues",
-        types=text_array(sorted(queues)),
-        queues=text_array(queues[type] for type in sorted(queues)),
+        "declare_handlers",
+        types=text_array(handler.type for handler in known),
+        queues=text_array(handler.queue for handler in known),
+        max_attempts=int_array(handler.max_attempts for handler in known),
     )
 
 

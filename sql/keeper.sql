@@ -10,25 +10,15 @@ on conflict (node_id) do update
 set seen_at = now(), name = excluded.name, pid = excluded.pid, version = excluded.version,
     generation = excluded.generation, slots = excluded.slots, types = excluded.types, state = excluded.state
 
--- name: declare_handler_queues :exec
--- Types with a queue of their own, and (null) those without. In the order of types: nodes that start at the
--- same time lock rows in the same order.
--- Index: primary key of handler_queues.
-with given as (
-    select g.type, g.queue
-    from unnest(:types::text[], :queues::text[]) as g(type, queue)
-), gone as (
-    delete from aqd.handler_queues h
-    using given g
-    where h.type = g.type and g.queue is null
-)
-insert into aqd.handler_queues as h (type, queue)
-select g.type, g.queue
-from given g
-where g.queue is not null
+-- name: declare_handlers :exec
+-- In the order of types: nodes that start at the same time lock rows in the same order.
+-- Index: primary key of handlers.
+insert into aqd.handlers as h (type, queue, max_attempts)
+select g.type, g.queue, g.max_attempts
+from unnest(:types::text[], :queues::text[], :max_attempts::integer[]) as g(type, queue, max_attempts)
 order by g.type
-on conflict (type) do update set queue = excluded.queue
-where h.queue <> excluded.queue
+on conflict (type) do update set queue = excluded.queue, max_attempts = excluded.max_attempts
+where (h.queue, h.max_attempts) is distinct from (excluded.queue, excluded.max_attempts)
 
 -- name: node_gone :exec
 -- Its jobs, if any are left, are found by their leases.

@@ -102,10 +102,13 @@ select c.id from changed c where (select aqd.wake()) is not null
 -- claimed afresh in between is skipped or fails the condition, which is evaluated again on the row's
 -- newest version when its lock is taken. The attempt stays counted (a job that kills its node must
 -- end some time); the delay is drawn between the base and the exponential bound (full jitter).
--- Index: jobs_running; then the primary key; failed_jobs_open.
+-- Index: jobs_running; then the primary keys of jobs and handlers; failed_jobs_open.
 with locked as materialized (
     select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue,
-           j.attempt >= coalesce(j.max_attempts, :default_max_attempts::integer) as exhausted,
+           j.attempt >= coalesce(
+               j.max_attempts,
+               (select h.max_attempts from aqd.handlers h where h.type = j.type),
+               :default_max_attempts::integer) as exhausted,
            format('the lease of node %s expired at %s', j.node_id, j.lease_expires_at) as reason
     from aqd.jobs j
     where j.state = 'PROCESSING' and j.lease_expires_at < now()

@@ -163,15 +163,17 @@ create table aqd.queues (
     paused boolean not null default false
 );
 
--- Queues that handlers want for jobs submitted without one, as the nodes declare them (the last one wins).
-create table aqd.handler_queues (
-    type  text collate "C" primary key,
-    queue text not null
+-- What handlers say for jobs that do not say it themselves, as the nodes declare it (the last one wins): enqueue
+-- needs the queue, the rescue of a job whose node is gone the number of attempts.
+create table aqd.handlers (
+    type         text collate "C" primary key,
+    queue        text,
+    max_attempts integer
 );
 
 create function aqd.queue_of(job_type text) returns text
 language sql stable as $$
-    select coalesce((select h.queue from aqd.handler_queues h where h.type = job_type), 'default')
+    select coalesce((select h.queue from aqd.handlers h where h.type = job_type), 'default')
 $$;
 
 -- Running daemons, as they report themselves.

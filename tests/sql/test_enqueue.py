@@ -11,6 +11,7 @@ import pytest
 
 from aqd import claims, job, store
 from aqd.errors import InputError
+from aqd.hookspecs import HandlerInfo
 from aqd.job import JobRequest, validate
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue
@@ -27,13 +28,17 @@ def test_defaults(queue: Queue) -> None:
     assert (row["attempt"], row["max_attempts"], row["timeout_s"]) == (0, None, None)
 
 
+def declare(queue: Queue, **queues: str | None) -> None:
+    store.declare_handlers(queue.conn, [HandlerInfo(type=t, plugin="p", queue=q) for t, q in queues.items()])
+
+
 def test_a_job_without_a_queue_goes_to_its_handlers(queue: Queue) -> None:
-    store.declare_queues(queue.conn, {"mail": "slow", "pdf": None})
+    declare(queue, mail="slow", pdf=None)
     assert queue.row(queue.value("select aqd.enqueue('mail')"))["queue"] == "slow"
     assert queue.row(queue.value("select aqd.enqueue('mail', queue => 'own')"))["queue"] == "own"
     assert queue.row(queue.value("select aqd.enqueue('pdf', queue => null)"))["queue"] == "default"
     assert store.enqueue(queue.conn, JobRequest(type="mail")).queue == "slow"
-    store.declare_queues(queue.conn, {"mail": None, "pdf": "q2"})
+    declare(queue, mail=None, pdf="q2")
     assert queue.row(queue.value("select aqd.enqueue('mail')"))["queue"] == "default"
     assert queue.row(queue.value("select aqd.enqueue('pdf')"))["queue"] == "q2"
 

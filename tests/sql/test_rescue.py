@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from aqd import claims, database, store
+from aqd.hookspecs import HandlerInfo
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads
@@ -48,6 +49,15 @@ def test_lost_on_the_last_attempt_is_failed(conn: database.Connection, queue: Qu
     assert queue.state(own) == queue.state(default) == "FAILED"
     assert {record.kind for record in store.list_failed(conn)} == {"lost"}
     assert queue.row(own)["attempt"] == 3
+
+
+def test_the_handlers_own_number_of_attempts_counts(conn: database.Connection, queue: Queue) -> None:
+    store.declare_handlers(conn, [HandlerInfo(type="noop", plugin="p", max_attempts=1)])
+    (plain,) = queue.add()
+    (own,) = queue.add(max_attempts=2)
+    for job in book().claim(conn, 10):
+        queue.expire(job.id)
+    assert rescue(conn) == ([own], [plain])
 
 
 def test_backoff_grows_to_its_bound(conn: database.Connection, queue: Queue) -> None:
