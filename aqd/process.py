@@ -128,9 +128,13 @@ def _dup_high(fd: int) -> int:
 
 
 def python_argv(module: str, *args: str) -> list[str]:
-    """The command line that runs ``module`` with this interpreter, never from the working directory: a file
-    there must not shadow a module (``-P``)."""
-    return [sys.executable, "-P", "-m", module, *args]
+    """The command line that runs ``module`` with this interpreter.
+
+    With ``-P``, so that a file in the working directory shadows no module; unless this process was itself
+    started by ``python -m`` and may have found its package there.
+    """
+    by_module = "-m" in sys.orig_argv and not sys.flags.safe_path
+    return [sys.executable, *([] if by_module else ["-P"]), "-m", module, *args]
 
 
 @dataclass(frozen=True, slots=True)
