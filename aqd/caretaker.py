@@ -18,13 +18,16 @@ from aqd.sessions import Session
 
 logger = log.get_logger("keeper")
 
+# All duties of one step together; each statement has the server's own limit.
+STEP_LIMIT_S = 60.0
+
 
 class Caretaker(threading.Thread):
     """The main thread calls :meth:`serve` when the types change, and sets the flags."""
 
     def __init__(self, start: messages.Start, schema: Callable[[Connection], None]) -> None:
         super().__init__(name="keeper", daemon=True)
-        self.session = Session(start.config.database, "keeper", schema)
+        self.session = Session(start.config.database, "keeper", schema, limit_s=STEP_LIMIT_S)
         self.stopping = False
         self.draining = False
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this

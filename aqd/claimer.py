@@ -37,6 +37,8 @@ STOP_LIMIT_S = 2.0
 # Pauses between looks while transactions that may have inserted jobs are open.
 _WRITER_PAUSES_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 _NO_JOBS_S = 3600.0
+# After an error that is no lost connection: disk full, a right taken away.
+REFUSED_PAUSE_S = 1.0
 
 
 class Claimer(threading.Thread):
@@ -76,11 +78,6 @@ class Claimer(threading.Thread):
     def wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
 
-    def want(self, number: int) -> None:
-        """Take up to ``number`` jobs as soon as there are some."""
-        self.wanted = number
-        self.wake()
-
     def serve(self, types: frozenset[str]) -> None:
         self._types = types
         self.wake()
@@ -108,16 +105,28 @@ class Claimer(threading.Thread):
 
     def run(self) -> None:
         while not self.stopping:
+            pause_s = 0.0
             try:
                 self._step()
             except (psycopg.Error, WorldError):
-                self._asleep = False
-                self._wait(self.session.pause_s())
+                pause_s = self.session.pause_s() or REFUSED_PAUSE_S
             except Exception:
                 logger.exception("claimer fails")
-                self._wait(1.0)
+                pause_s = REFUSED_PAUSE_S
+            if pause_s:
+                self._asleep = False
+                self._pause(pause_s)
         self.session.close()
         self._ended.set()
+
+    def _pause(self, seconds: float) -> None:
+        """Until the time is over, or the stop: a wish of the main thread does not make an error better."""
+        until = boottime() + seconds
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        while not self.stopping and (left := until - boottime()) > 0:
+            if poll.poll(left * 1000):
+                os.eventfd_read(self._wake_fd)
 
     def _step(self) -> None:
         """One claim, or one sleep."""
@@ -145,10 +154,9 @@ class Claimer(threading.Thread):
 
     def _claim(self, wanted: int) -> bool:
         """Claim and deliver; whether anything was there."""
-        if self.stopping:
-            return False
         asked_ns = boottime_ns()
-        jobs = self.session.run(self.book.claim, wanted)
+        # Asked once more on the connection: it may have taken a while to make it.
+        jobs = self.session.run(lambda conn: [] if self.stopping else self.book.claim(conn, wanted))
         if not jobs:
             return False
         self.wanted = 0  # until the main thread has seen these
@@ -158,7 +166,9 @@ class Claimer(threading.Thread):
     def _wait_for_writers(self, wanted: int) -> None:
         writers = self.session.run(self.sleeper.pending_writers)
         looks = 0
-        while writers and not self.stopping and not self._notified:
+        while writers and not (
+            self.stopping or self._notified or self._lowered or self._types != self.book.types
+        ):
             self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
             looks += 1
             if self._claim(wanted):

@@ -63,6 +63,7 @@ class Crew:
         self.dispatcher: channel.Peer | None = None
         self.seats: dict[int, Seat] = {}
         self.gave_up = False
+        self.start_limit_s = IDLE_LIMIT_S  # until a worker is in its loop: late plugins and hooks run before
         self.restarts: dict[str, int] = {}
         self._unmatched: dict[int, tuple[ExitStatus, float]] = {}
 
@@ -96,27 +97,36 @@ class Crew:
 
     def _spawn(self, action: slots.Spawn) -> None:
         try:
-            page_fd = Page.create(action.slot, action.incarnation, action.generation)
-            workers_end, dispatchers_end = channel.pair()
+            seat, workers_end = self._new_seat(action)
         except OSError as error:  # out of descriptors or memory: the slot backs off
             log.error("worker cannot be started", slot=action.slot, error=str(error))
             self.plan.exited(action.incarnation, boottime(), reached_loop=False)
             return
-        seat = Seat(
-            action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, dispatchers_end
-        )
         self.seats[action.incarnation] = seat
         try:
             if self.loader is None:
                 raise channel.ChannelClosed
-            # Not queued: the worker's end must not stay open here, or its end would never be seen.
+            # Not queued: the worker's end must not stay open here, or its end would never be seen. There is
+            # room: few workers are being started at a time.
             message = messages.encode(messages.SpawnWorker(action.slot, action.incarnation))
-            channel.send(self.loader.channel, message, [workers_end.fileno(), page_fd])
-        except (channel.ChannelClosed, BlockingIOError):
+            channel.send(self.loader.channel, message, [workers_end.fileno(), seat.page_fd])
+        except (channel.ChannelClosed, OSError):
             log.warning("loader takes no requests", slot=action.slot)
             self._forget(seat)
         finally:
             workers_end.close()
+
+    @staticmethod
+    def _new_seat(action: slots.Spawn) -> tuple[Seat, socket.socket]:
+        page_fd = Page.create(action.slot, action.incarnation, action.generation)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, page_fd)
+            workers_end, ours = channel.pair()
+            undo.callback(workers_end.close)
+            undo.callback(ours.close)
+            seat = Seat(action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, ours)
+            undo.pop_all()
+        return seat, workers_end
 
     def _missing(self, incarnation: int) -> None:
         seat = self.seats[incarnation]
@@ -181,7 +191,9 @@ class Crew:
             )
         else:
             log.debug("worker ended", slot=seat.slot, child=seat.pid, status=str(status))
-        self.plan.exited(seat.incarnation, boottime(), reached_loop=seat.page.progress > 0)
+        self.plan.exited(
+            seat.incarnation, boottime(), reached_loop=seat.page.progress > 0, had_job=seat.page.started > 0
+        )
         if seat.attached or seat.page.written:
             self._tell(seat.exited)
         else:
@@ -274,12 +286,18 @@ class Crew:
     def _check_idle(self, seat: Seat, now: float) -> None:
         """An idle worker that does not move (stopped, stuck in a hook) would hold its slot for ever."""
         seen, since = seat.progress
+        limit_s = IDLE_LIMIT_S if seen else self.start_limit_s
         if seat.page.progress != seen:
             seat.progress = (seat.page.progress, now)
-        elif now >= since + IDLE_LIMIT_S and seat.pid is not None:
-            log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
+        elif now >= since + limit_s and seat.pid is not None:
             seat.progress = (seen, now)
-            signal_group(seat.pid, signal.SIGKILL)
+            if while_stopped(seat.pid, lambda: seat.page.current() < 0 and seat.page.progress == seen):
+                log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
+
+    def forgive(self, now: float) -> None:
+        """The master itself has not run for a while (a suspend, a freeze): nobody else has, either."""
+        for seat in self.seats.values():
+            seat.progress = (seat.page.progress, now)
 
     def reached_loop(self, worker: slots.Worker) -> bool:
         """Whether it takes jobs; until then hooks and late plugins run."""

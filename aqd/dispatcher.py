@@ -37,7 +37,7 @@ from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
 from aqd.claims import ClaimedJob
 from aqd.database import Connection
-from aqd.errors import Exit
+from aqd.errors import BugError, Exit
 from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.process import boottime, boottime_ns, signal_group
@@ -60,12 +60,9 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.2
 REPORT_S = 1.0
 RECONCILE_S = 5.0
-# A job that runs longer than this, and twice its expected time, has the others in its frame taken back.
-STUCK_NS = 20_000_000
 # Claimed jobs for which no worker became free are given back: another node may be idle.
 READY_LIMIT_S = 0.5
-# How long an outgoing dispatcher waits for its claimer and recorder.
-HAND_OVER_S = 3.0
+HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
 class Dispatcher:
@@ -159,21 +156,35 @@ class Dispatcher:
             self._next_reconcile = now + RECONCILE_S
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
                 self.recorder.reconciliation_waits = True
-                self.recorder.put(Reconciliation(self._pairs()))
+                self.recorder.put(Reconciliation(self._pairs(), boottime_ns()))
         up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
         if now >= self._next_report or up != self._reported_up:
             self._next_report, self._reported_up = now + REPORT_S, up
             self._report()
         # What expired during an outage and waits in our hands is recorded, not rescued by our own keeper.
-        if not self.recorder.session.up:
-            self.keeper.may_rescue = False
-        elif self.reconciled and not self.pending:
-            self.keeper.may_rescue = True
+        if not self.recorder.session.up or not self.pending:
+            self.keeper.may_rescue = self.recorder.session.up and self.reconciled
         self._free_stuck(boottime_ns())
+        self._drop_consumed()
+        self._check_threads()
         if self.ready and now >= self._last_given + READY_LIMIT_S:
             self._release_ready("no worker became free")
         if self.draining and not self.drained and self._nothing_under_way():
             self._maybe_drained()
+
+    def _check_threads(self) -> None:
+        """A duty whose thread has ended is done by nobody: better a new dispatcher."""
+        for thread in (self.claimer, self.recorder, self.keeper):
+            if not thread.is_alive() and not getattr(thread, "stopping", False):
+                raise BugError(f"the {thread.name}'s thread has ended")
+
+    def _drop_consumed(self) -> None:
+        """A predecessor may have recorded and consumed an outcome just before its worker said "finished"."""
+        for link in [link for link in self.links.values() if link.adopted and link.held]:
+            finished = link.page.finished
+            self._read_link(link)
+            if numbers := link.consumed_before(finished):
+                self._settled([(link.incarnation, number) for number in numbers], {}, own=False)
 
     def _maybe_drained(self) -> None:
         if not any(link.held for link in self.links.values()):
@@ -190,6 +201,7 @@ class Dispatcher:
     def _report(self) -> None:
         sessions = (self.claimer.session, self.recorder.session)
         down = [s.error or "not connected yet" for s in sessions if not s.up]
+        troubles = [s.error for s in (*sessions, self.keeper.session) if s.error]
         types = {}
         for link in self.links.values():
             held = link.held.get(link.page.current())
@@ -198,7 +210,7 @@ class Dispatcher:
         held_by = {link.incarnation: len(link.held) for link in self.links.values() if link.held}
         listening = self.claimer.listener_up
         self.master.send(
-            messages.Report(not down, down[0] if down else "", listening, held_by, types, self.counters)
+            messages.Report(not down, (down + troubles or [""])[0], listening, held_by, types, self.counters)
         )
 
     # --- from the master
@@ -218,7 +230,7 @@ class Dispatcher:
             case messages.Serve(generation, handlers):
                 self._serve(generation, handlers)
             case messages.AttachedAll():
-                self.recorder.put(Reconciliation(self._pairs(), first=True))
+                self.recorder.put(Reconciliation(self._pairs(), boottime_ns(), first=True))
             case messages.Exited(incarnation):
                 if link := self.links.get(incarnation):
                     self._settle(link, message)
@@ -286,8 +298,12 @@ class Dispatcher:
 
     def _read_link(self, link: Link) -> None:
         try:
-            for message in link.outcomes(self.config.jobs.max_result_bytes + 1024):
-                if not isinstance(message, messages.Up):
+            for message in link.outcomes():
+                if message is None:
+                    # The job it is on has written into the channel, or its result is unreadable.
+                    logger.error("unreadable message, ending the worker", slot=link.slot)
+                    self.master.send(messages.Fence(link.incarnation, link.page.current()))
+                elif not isinstance(message, messages.Up):
                     self._outcome(link, message)
         except ChannelClosed:
             # Its end is announced by the master, with the reason; nothing more can come.
@@ -383,7 +399,7 @@ class Dispatcher:
     def _free_stuck(self, now_ns: int) -> None:
         """Jobs behind one that runs longer than expected are taken back."""
         for link in self.links.values():
-            if len(link.unfinished) > 1 and link.exited is None and is_stuck(link, now_ns):
+            if len(link.unfinished) > 1 and link.exited is None and link.stuck(now_ns):
                 self._recall(link)
 
     # --- from the threads
@@ -405,9 +421,10 @@ class Dispatcher:
                 case (jobs, asked_ns):
                     self._claimed(jobs, asked_ns)
 
-    def _settled(self, keys: list[tuple[int, int]], counts: dict[str, int]) -> None:
-        self.pending -= len(keys)
-        self.keeper.may_rescue = self.reconciled
+    def _settled(self, keys: list[tuple[int, int]], counts: dict[str, int], *, own: bool = True) -> None:
+        if own:  # recorded by our recorder
+            self.pending -= len(keys)
+            self.keeper.may_rescue = self.reconciled
         for name, number in counts.items():
             self._count(name, number)
         touched = set()
@@ -426,15 +443,15 @@ class Dispatcher:
 
     def _renewed(self, answer: Renewed) -> None:
         certain_ns = answer.asked_ns + int(self.config.daemon.lease_s * 1e9)
-        asked = dict(answer.asked)
         for link in self.links.values():
-            for number in link.renewed(answer.kept, asked, certain_ns):
+            for number in link.renewed(answer.asked, answer.kept, certain_ns):
                 self._lost(link, number)
         for held in list(self.ready):
-            if asked.get(held.id) == held.token:
-                if held.id in answer.kept:
+            pair = (held.id, held.token)
+            if pair in answer.asked:
+                if answer.kept.get(pair):
                     held.certain_ns = certain_ns
-                else:
+                elif pair not in answer.kept:
                     logger.warning("lease lost before the start", job_id=str(held.id))
                     self.ready.remove(held)
 
@@ -470,7 +487,10 @@ class Dispatcher:
         return [
             link
             for link in self.links.values()
-            if link.generation == self.generation and not link.retiring and link.exited is None
+            if link.generation == self.generation
+            and not link.retiring
+            and link.exited is None
+            and link.page.progress  # it is in its loop: hooks may run for long before
         ]
 
     def _assign(self) -> None:
@@ -485,7 +505,7 @@ class Dispatcher:
             room = link.room()
             if link.recalling or room < 1 or not self.budget.wants_more(link.load_ns, len(link.unfinished)):
                 continue
-            if link.unfinished and is_stuck(link, now_ns):
+            if link.unfinished and link.stuck(now_ns):
                 continue  # what it is given would be taken back, and given to it again, for ever
             self._give(link, room, len(links), fresh_ns)
 
@@ -537,16 +557,6 @@ class Dispatcher:
         for link in self.links.values():
             if link.page.pid and link.exited is None:
                 signal_group(link.page.pid, signal.SIGKILL)
-
-
-def is_stuck(link: Link, now_ns: int) -> bool:
-    """Whether the worker is on a job that takes longer than others should wait behind it."""
-    current = link.page.current()
-    if current < 0:
-        return False
-    held = link.held.get(current)
-    patience_ns = max(STUCK_NS, 2 * held.expected_ns) if held is not None else STUCK_NS
-    return now_ns >= link.page.started_at_ns + patience_ns
 
 
 def main() -> NoReturn:

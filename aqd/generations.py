@@ -119,6 +119,8 @@ class Generations:
 
     def _end(self, loader: Loader) -> None:
         """Let go of a loader: it ends when its channel does. Its death needs no further notice."""
+        if loader.peer.fileno() < 0:
+            return
         self._let_go.add(loader.pid)
         self._closed(loader)
         loader.peer.close()
@@ -141,17 +143,24 @@ class Generations:
 
     def on_channel(self, loader: Loader) -> None:
         """The loader's channel is readable."""
-        if loader is not self.candidate and loader is not self.serving:
+        if not self._known(loader):
             return  # let go of by an event of the same turn
         try:
             for data, fds in loader.peer.received():
                 for fd in fds:
                     os.close(fd)
                 self._on_message(loader, messages.decode_from_loader(data))
-                if loader is not self.candidate and loader is not self.serving:
+                if not self._known(loader):
                     return
         except channel.ChannelClosed:
             self._closed(loader)  # its death follows by SIGCHLD
+        except (ValueError, msgspec.MsgspecError) as error:  # another version's, after an upgrade on disk
+            log.error("unreadable message, killing the loader", child=loader.pid, error=str(error))
+            self._closed(loader)
+            _kill(loader)
+
+    def _known(self, loader: Loader) -> bool:
+        return any(loader is known for known in (self.candidate, self.serving, self.previous))
 
     def _on_message(self, loader: Loader, message: messages.FromLoader) -> None:
         match message:
@@ -162,6 +171,9 @@ class Generations:
                 loader.deadline = boottime() + loader.config.plugins.import_timeout_s + LOADER_MARGIN_S
             case messages.Loaded():
                 self._on_loaded(loader, message)
+            case messages.LoadRefused(errors) if loader is not self.candidate:
+                # It served and cannot any more; its death follows, and a new generation after it.
+                log.error("loader fails", generation=loader.generation, error="; ".join(errors))
             case messages.LoadRefused(errors):
                 self._end(loader)
                 self.candidate = None

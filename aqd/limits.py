@@ -49,7 +49,7 @@ def reason_to_stop(page: Page, number: int, now_ns: int, grace_ns: int, *, stop_
     if lease_until and now_ns >= lease_until - grace_ns:
         return StopReason.FENCE
     limit = page.entry(number).limit_ns
-    if limit and now_ns >= page.started_at_ns + limit:
+    if limit and now_ns >= page.started_at_ns + limit and not page.returned(number):
         return StopReason.TIMEOUT
     return StopReason.DRAIN if stop_all else StopReason.NONE
 

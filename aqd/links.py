@@ -5,27 +5,36 @@ been read and which are recorded, and keeps the page's "lease certain until". It
 everything of it is settled) and can be rebuilt by a successor from page and journal alone.
 
 Promises: an outcome is consumed from the channel only when it, and all before it, are recorded; never more
-than :data:`OUTSTANDING_MAX` entries are unrecorded, so the page's ring is never overrun and the worker can
-always send (278 small messages fit into a socket).
+than :data:`OUTSTANDING_MAX` entries are unrecorded, so the page's ring is never overrun and a worker seldom
+waits for room (a socket takes 167 messages of 200 bytes).
 """
 
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from aqd import channel, messages
 from aqd.channel import ChannelClosed, Journal
 from aqd.claims import ClaimedJob
 from aqd.page import ENTRIES, Page
 
-OUTSTANDING_MAX = 200
+OUTSTANDING_MAX = 128
+# Of a result, whatever the configuration says now: it may have been lowered since the worker was forked.
+RESULT_MAX = 80 << 20
 # From this size on (in bytes) a payload travels as a memfd. A frame's bound (aqd/assign.py) counts a larger
 # one as this many bytes, so that the descriptors of a frame are few, too.
 INLINE_PAYLOAD = 32 * 1024
+# A job that runs longer than this, and twice its expected time, has the others in its frame taken back.
+STUCK_NS = 20_000_000
 # What an entry takes beside its payload, type and queue.
 _ENTRY_BYTES = 80
+
+
+Pair = tuple[int, int]  # (job id, lease token)
 
 
 @dataclass(slots=True)
@@ -75,9 +84,9 @@ class Link:
     held: dict[int, Held] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)  # number -> expected_ns, no outcome read yet
     load_ns: int = 0
-    last_outcome_ns: int = 0
     retiring: bool = False
     recalling: bool = False
+    adopted: bool = False
     exited: messages.Exited | None = None
     settling: bool = False
     journal: Journal = field(init=False)
@@ -145,22 +154,21 @@ class Link:
 
     # --- reading
 
-    def outcomes(self, result_limit: int) -> Iterator[messages.Up | messages.Done | messages.Broken]:
-        """All messages that have not been looked at yet, results from memfds included.
+    def outcomes(self) -> Iterator[messages.Up | messages.Done | messages.Broken | None]:
+        """All messages that have not been looked at yet, results from memfds included; None for one that
+        cannot be read (a handler wrote into the channel), which is passed over.
 
         Raises :class:`ChannelClosed` after the last one of a dead worker.
         """
         while True:
-            found = self.journal.peek()
-            if found is None:
-                return
-            data, fds = found
-            message = messages.decode_from_worker(data)
-            if isinstance(message, messages.Done) and message.result is None:
-                message.result = channel.from_memfd(fds.pop(0), result_limit).decode()
-            for fd in fds:
-                os.close(fd)
-            if isinstance(message, messages.Up):
+            try:
+                found = self.journal.peek()
+                if found is None:
+                    return
+                message = _read(*found)
+            except (ValueError, msgspec.MsgspecError):
+                message = None
+            if message is None or isinstance(message, messages.Up):
                 self.notes.append(Note(-1, True))
                 self._consume()
             else:
@@ -198,16 +206,27 @@ class Link:
         first, last = self.page.unstarted()
         return last - first
 
+    def stuck(self, now_ns: int) -> bool:
+        """Whether the worker is on a job that takes longer than others should wait behind it."""
+        current = self.page.current()
+        if current < 0:
+            return False
+        held = self.held.get(current)
+        patience_ns = max(STUCK_NS, 2 * held.expected_ns) if held is not None else STUCK_NS
+        return now_ns >= self.page.started_at_ns + patience_ns
+
     # --- leases
 
-    def renewed(self, kept: set[int], asked: dict[int, int], certain_ns: int) -> list[int]:
-        """Note the answer to a renewal; returns the numbers of entries whose lease is lost."""
+    def renewed(self, asked: set[Pair], kept: Mapping[Pair, bool], certain_ns: int) -> list[int]:
+        """Note the answer to a renewal (see :class:`aqd.recorder.Renewed`); returns the numbers of entries
+        whose lease is lost."""
         lost = []
         for number, held in self.held.items():
-            if asked.get(held.id) == held.token:
-                if held.id in kept:
+            pair = (held.id, held.token)
+            if pair in asked:
+                if kept.get(pair):
                     held.certain_ns = certain_ns
-                else:
+                elif pair not in kept:
                     held.lost = True
                     lost.append(number)
         # A lost one does not end the others: it is fenced by its number.
@@ -225,6 +244,7 @@ class Link:
         turns up there (then :meth:`adopt_entry`), or was recorded and consumed.
         """
         page = self.page
+        self.adopted = True
         certain = page.lease_until_ns
         while True:  # the worker goes on meanwhile: no job that it begins may be missed
             started = page.started
@@ -233,14 +253,33 @@ class Link:
             if page.started == started:
                 break
         for number in sorted({current, *range(first, last)}):
-            if number >= finished:
+            if number >= finished and not page.skipped(number):
                 self.adopt_entry(number, certain)
         return last > first
+
+    def consumed_before(self, finished: int) -> list[int]:
+        """Adopted entries below ``finished``, read from the page *before* the journal was read to its end,
+        whose outcome is not in it: the predecessor had recorded and consumed it."""
+        noted = {note.number for note in self.notes}
+        return [number for number in self.held if number < finished and number not in noted]
 
     def adopt_entry(self, number: int, certain_ns: int) -> None:
         entry = self.page.entry(number)
         self.held[number] = Held(entry.job_id, entry.token, entry.attempt, certain_ns)
         self.unfinished[number] = 0
+
+
+def _read(data: bytes, fds: list[int]) -> messages.Up | messages.Done | messages.Broken:
+    message = messages.decode_from_worker(data)
+    try:
+        if isinstance(message, messages.Done) and message.result is None:
+            if not fds:
+                raise ValueError("the result's descriptor is missing")
+            message.result = channel.from_memfd(fds.pop(0), RESULT_MAX).decode()
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return message
 
 
 __all__ = ["INLINE_PAYLOAD", "ChannelClosed", "Held", "Link", "Note"]

@@ -80,13 +80,17 @@ class Loader:
         if threading.active_count() > 1:
             logger.error("a thread appeared in the loader, not forking", threads=threading.active_count())
             os._exit(Exit.LOADER)
-        with process.signals_blocked():
-            intermediate = os.fork()
-            if intermediate == 0:
-                self._intermediate(request, channel_fd, page_fd)
-        os.close(channel_fd)
-        os.close(page_fd)
-        os.waitpid(intermediate, 0)
+        try:
+            with process.signals_blocked():
+                intermediate = os.fork()
+                if intermediate == 0:
+                    self._intermediate(request, channel_fd, page_fd)
+            os.waitpid(intermediate, 0)
+        except OSError as error:  # out of processes or memory: the master misses it, and asks again later
+            logger.error("cannot fork a worker", error=str(error))
+        finally:
+            os.close(channel_fd)
+            os.close(page_fd)
 
     def _intermediate(self, request: messages.SpawnWorker, channel_fd: int, page_fd: int) -> NoReturn:
         try:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from setproctitle import setproctitle
 
 from aqd import __version__, channel, config, control, log, messages, process, slots, status, systemd
@@ -27,19 +28,23 @@ from aqd.children import ApiChild, DispatcherChild, child_environment, without_s
 from aqd.config import Config
 from aqd.crew import Crew
 from aqd.errors import AqdError, ConfigError, Exit
-from aqd.generations import Generations, Loader
+from aqd.generations import LOADER_MARGIN_S, Generations, Loader
 from aqd.hookspecs import PluginInfo
 from aqd.pidfile import pid_file
 from aqd.process import boottime
 
 logger = log.get_logger("master")
 
+# What the master has open beside its slots, and for each slot (two incarnations may be held).
+DESCRIPTORS, DESCRIPTORS_PER_SLOT = 128, 8
 # How often the pages are looked at: limits are met within this, an idle node's cost is this.
 TICK_S = 0.2
 # After the drain and the grace: outcomes may still be written for so long, then the leases must do.
 FINAL_S = 10.0
 # While starting is slow (the database is away), systemd is asked for so much more at a time.
 EXTEND_S = 30.0
+# Having not run for so long, the master was suspended: nobody else is to blame for having been silent.
+FROZEN_S = 3.0
 # So many workers in a row may end before their loop until a reload is taken back.
 UNPROVED_FAILURES_MAX = 3
 
@@ -110,6 +115,7 @@ class Master:
         self.selector.register(signals, selectors.EVENT_READ, lambda: None)
         self.draining_until: float | None = None
         self.exit_code = Exit.OK
+        self._last_turn = boottime()
         # What the workers serve, and the dispatcher must know, also while that generation's loader is dead.
         self.served: Loader | None = None
         self.ready_sent = False
@@ -143,6 +149,10 @@ class Master:
             self._on_signal(number)
         self._reap()
         now = boottime()
+        if now >= self._last_turn + FROZEN_S:
+            self.crew.forgive(now)
+            self.dispatcher.heard = now
+        self._last_turn = now
         self.generations.check(now)
         self.dispatcher.check(now)
         self._start_children(now)
@@ -158,9 +168,12 @@ class Master:
 
     def _timeout(self) -> float:
         # A pid not yet known or a message not yet sent wants a look soon, too: the tick covers that.
-        moments = [self.plan.next_at(), self.generations.next_at(), self.draining_until]
-        soonest = min((m for m in moments if m is not None), default=boottime() + TICK_S)
-        return max(0.0, min(TICK_S, soonest - boottime()))
+        now = boottime()
+        moments = [self.plan.next_at(), self.generations.next_at()]
+        if self.draining_until is not None and self.draining_until > now:
+            moments.append(self.draining_until)
+        soonest = min((m for m in moments if m is not None), default=now + TICK_S)
+        return max(0.0, min(TICK_S, soonest - now))
 
     def _on_signal(self, number: int) -> None:
         match number:
@@ -256,6 +269,9 @@ class Master:
         self.plan.failures_max = UNPROVED_FAILURES_MAX if unproved else self.config.daemon.spawn_failures_max
         self.plan.generation_changed()
         self.crew.loader, self.crew.gave_up = loader.peer, False
+        imports_s = self.config.plugins.import_timeout_s * (1 + len(loader.late))
+        self.crew.start_limit_s = imports_s + LOADER_MARGIN_S
+        process.allow_descriptors(DESCRIPTORS + DESCRIPTORS_PER_SLOT * self.plan.count)
         self._switching = True
         if self.dispatcher.pid is not None:
             if changed:
@@ -278,7 +294,7 @@ class Master:
 
     def _generation_refused(self, errors: list[str], generation: int) -> None:
         self._load_failures += 1
-        self._reload_not_before = boottime() + min(0.5 * 2**self._load_failures, 30.0)
+        self._reload_not_before = boottime() + min(0.5 * 2 ** min(self._load_failures, 10), 30.0)
         served = self.served.plugins if self.served is not None else []
         self.problems = [*errors, *_broken(served)]
         for error in errors:
@@ -330,8 +346,11 @@ class Master:
         self.selector.register(loader.peer, selectors.EVENT_READ, lambda: self.generations.on_channel(loader))
 
     def _loader_closed(self, loader: Loader) -> None:
-        if loader.peer.fileno() in self.selector.get_map():
-            self.selector.unregister(loader.peer)
+        self._unregister(loader.peer)
+
+    def _unregister(self, peer: channel.Peer) -> None:
+        if peer.fileno() >= 0 and peer.fileno() in self.selector.get_map():
+            self.selector.unregister(peer)
 
     # --- the dispatcher
 
@@ -363,12 +382,17 @@ class Master:
                 self._on_dispatcher(messages.decode_from_dispatcher(data))
         except channel.ChannelClosed:
             self._dispatcher_closed()  # its death follows by SIGCHLD
+        except (ValueError, msgspec.MsgspecError) as error:  # another version's, after an upgrade on disk
+            logger.error("unreadable message, killing the dispatcher", error=str(error))
+            self._dispatcher_closed()
+            if self.dispatcher.pid is not None:
+                process.signal_group(self.dispatcher.pid, signal.SIGKILL)
 
     def _dispatcher_closed(self) -> None:
         peer = self.dispatcher.peer
         self.crew.dispatcher = None
-        if peer is not None and peer.fileno() in self.selector.get_map():
-            self.selector.unregister(peer)
+        if peer is not None:
+            self._unregister(peer)
 
     def _on_dispatcher(self, message: messages.FromDispatcher) -> None:
         match message:

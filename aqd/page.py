@@ -12,7 +12,7 @@ block       writer      words
 ==========  ==========  =================================================================================
 0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
 1           dispatcher  written, lease_until
-2           worker      pid, started, finished, started_at, progress
+2           worker      pid, started, finished, started_at, progress, returned
 3           –           reserved
 4…          dispatcher  the frame table: a ring of :data:`ENTRIES` × (job id, token, attempt, limit)
 ==========  ==========  =================================================================================
@@ -23,9 +23,12 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   that dies in between leaves a table that claims too much, never too little.
 * ``started``/``finished``: the worker has begun/ended all entries below. ``started > finished`` means that
   it is on entry ``started - 1`` since ``started_at``; ``started_at`` is stored *before* ``started``.
-  ``finished`` is stored after the outcome was sent.
+  ``finished`` is stored after the outcome was sent; ``returned`` before: from then on the worker may wait for
+  room in its channel, which is not the job's time.
 * ``skip_from … skip_to``: a recall. The master wrote it while the worker was stopped; the worker passes
-  over these entries. A recall always takes everything unstarted, so one range is enough.
+  over these entries, and looks *after* it has stored ``started``: a stop before that is a recall that it
+  heeds, one after it sees the entry as begun. A recall always takes everything unstarted, so one range is
+  enough.
 
 All moments are CLOCK_BOOTTIME in nanoseconds; limit 0 means none.
 """
@@ -204,6 +207,13 @@ class Page:
         words = self._words
         words[18] = number + 1
         words[20] += 1
+
+    def handler_returned(self, number: int) -> None:
+        """Entry ``number`` is over but for the sending of its outcome. Writer: worker."""
+        self._words[21] = number + 1
+
+    def returned(self, number: int) -> bool:
+        return self._words[21] > number
 
     def turn(self) -> None:
         self._words[20] += 1

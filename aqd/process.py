@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import sys
 import time
@@ -84,6 +85,14 @@ def open_standard_descriptors() -> None:
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open("/dev/null", os.O_RDWR), True)  # the lowest free number: this one
+
+
+def allow_descriptors(number: int) -> None:
+    """Raise the soft limit on open files to ``number``, as far as the hard one lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < number:
+        wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def unblock_signals() -> None:

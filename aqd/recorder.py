@@ -14,6 +14,7 @@ import contextlib
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,10 +33,13 @@ from aqd.store import Completion, Failure, Release
 logger = log.get_logger("recorder")
 
 BATCH_MAX = 500
-# Jobs claimed or renewed by this node longer ago than this and not held by it are nobody's. Twice the
-# claimer's STALE_S.
+# A row of ours that somebody else has locked (an operator's open transaction) holds up a batch for so long,
+# then it is written alone, again and again, and the others without it.
+LOCK_WAIT_S = 0.25
+# Jobs claimed by this node longer ago than this and not held by it are nobody's. Twice the claimer's STALE_S.
 RECONCILE_AGE_S = 10.0
 
+Pair = tuple[int, int]  # (job id, lease token)
 Key = tuple[int, int]  # (incarnation, number); incarnation 0: not from a worker
 
 
@@ -91,7 +95,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    pairs: list[tuple[int, int]]
+    pairs: list[Pair]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,12 @@ class Reconciliation:
 
     ``first``: at a dispatcher's start, before its first claim, whatever the age; it is tried until it was done,
     and answered by :class:`Reconciled`. Later ones catch what a killed predecessor's statement commits
-    afterwards, and claims whose answer was lost; they spare what may still be on its way.
+    afterwards, and claims whose answer was lost; they spare what may still be on its way, and what was claimed
+    after ``made_ns``, when ``held`` was written down (the recorder may have been held up since).
     """
 
-    held: list[tuple[int, int]]
+    held: list[Pair]
+    made_ns: int
     first: bool = False
 
 
@@ -126,12 +132,12 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Told to the main thread: leases run from ``asked_ns`` for ``kept``; the rest of ``asked`` is lost
-    unless it was recorded meanwhile."""
+    """Told to the main thread: what is true in ``kept`` has its lease from ``asked_ns``; what is false there is
+    still ours but was not extended; the rest of ``asked`` is lost, unless it was recorded meanwhile."""
 
     asked_ns: int
-    asked: list[tuple[int, int]]
-    kept: set[int]
+    asked: set[Pair]
+    kept: dict[Pair, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,37 +164,29 @@ class Recorder(threading.Thread):
         self.handlers: dict[str, HandlerInfo] = {}
         # Leases run out meanwhile: no pause may cost more of them than a renewal that failed.
         pause_max_s = min(PAUSE_MAX_S, config.daemon.renew_s / 2)
-        self.session = Session(config.database, "recorder", schema, pause_max_s)
+        self.session = Session(config.database, "recorder", self._on_connect, pause_max_s)
+        self._schema = schema
         # Of these, one in the queue is enough, however long the database is away.
         self.renewal_waits = self.reconciliation_waits = False
         self._tell = tell
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._rng = random.Random()
-        self._stopping = threading.Event()
 
     # --- for the main thread
 
     def put(self, work: Work) -> None:
         self._queue.put(work)
 
-    def stop(self) -> None:
-        self._stopping.set()
-        self._queue.put(None)
-
     # --- the thread
 
     def run(self) -> None:
-        while not self._stopping.is_set():
-            batch = self._take()
+        while True:
             try:
-                self._write(batch)
+                self._write(self._take())
             except Exception:
-                # Not reached by any error of the database; an error of ours must not lose the batch.
+                # Each piece of work is guarded by itself; this is for what nobody thought of.
                 logger.exception("recorder fails")
-                self._stopping.wait(1.0)
-                for work in batch:
-                    self._queue.put(work)
-        self.session.close()
+                time.sleep(1.0)
 
     def _take(self) -> list[Work]:
         """What has come together, at least one; meanwhile the connection is kept up."""
@@ -196,31 +194,28 @@ class Recorder(threading.Thread):
             if self.session.connection is None:
                 with contextlib.suppress(psycopg.Error, WorldError):
                     self.session.run(lambda _: None)
-            try:
-                batch = [
-                    self._queue.get(
-                        timeout=None if self.session.connection else self.session.pause_s() or 1.0
-                    )
-                ]
+            timeout = None if self.session.connection else self.session.pause_s() or 1.0
+            with contextlib.suppress(queue.Empty):
+                batch = [self._queue.get(timeout=timeout)]
                 break
-            except queue.Empty:
-                continue
         while len(batch) < BATCH_MAX:
             try:
                 batch.append(self._queue.get_nowait())
             except queue.Empty:
                 break
-        return [work for work in batch if work is not None]
+        return batch
 
     def _write(self, batch: list[Work]) -> None:
-        self._persist([w for w in batch if isinstance(w, Completed)], self._record_completed)
-        self._persist([w for w in batch if isinstance(w, Failed)], self._record_failed)
-        self._persist([w for w in batch if isinstance(w, Released)], self._release)
+        # Leases first: outcomes can wait, and may have to.
         for work in batch:
             if isinstance(work, Renewal):
                 self.renewal_waits = False
                 self._renew(work)
-            elif isinstance(work, Reconciliation):
+        self._persist([w for w in batch if isinstance(w, Completed)], self._record_completed)
+        self._persist([w for w in batch if isinstance(w, Failed)], self._record_failed)
+        self._persist([w for w in batch if isinstance(w, Released)], self._release)
+        for work in batch:
+            if isinstance(work, Reconciliation):
                 self.reconciliation_waits = False
                 self._reconcile(work)
             elif isinstance(work, NodeGone):
@@ -235,13 +230,27 @@ class Recorder(threading.Thread):
             return
         try:
             write(items)
+            return
+        except psycopg.errors.LockNotAvailable:
+            if len(items) > 1:  # somebody has locked one of these rows: the others need not wait with it
+                middle = len(items) // 2
+                self._persist(items[:middle], write)
+                self._persist(items[middle:], write)
+                return
+            pause_s = 0.0
         except (psycopg.Error, WorldError) as error:
             expected = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
-            if not expected:
-                logger.error("outcomes refused by the database", error=log.describe(error), number=len(items))
-            for item in items:
-                self._queue.put(item)
-            self._stopping.wait(self.session.pause_s() or (0.2 if expected else 2.0))
+            pause_s = self.session.pause_s() or (0.2 if expected else 2.0)
+        except Exception:
+            logger.exception("outcomes cannot be written", number=len(items))
+            pause_s = 2.0
+        for item in items:
+            self._queue.put(item)
+        time.sleep(pause_s)
+
+    def _on_connect(self, connection: Connection) -> None:
+        self._schema(connection)
+        store.limit_lock_waits(connection, LOCK_WAIT_S)
 
     # --- the statements
 
@@ -321,16 +330,16 @@ class Recorder(threading.Thread):
             kept = self.session.run(store.renew, work.pairs, self.config.daemon.lease_s)
         except (psycopg.Error, WorldError):
             return
-        self._tell(Renewed(asked_ns, work.pairs, kept))
+        self._tell(Renewed(asked_ns, set(work.pairs), kept))
 
     def _reconcile(self, work: Reconciliation) -> None:
-        age_s = 0.0 if work.first else RECONCILE_AGE_S
+        age_s = 0.0 if work.first else RECONCILE_AGE_S + (boottime_ns() - work.made_ns) / 1e9
         try:
             released = self.session.run(store.reconcile, self.node_id, work.held, age_s)
         except (psycopg.Error, WorldError):
             if work.first:
                 self._queue.put(work)
-                self._stopping.wait(self.session.pause_s() or 0.2)
+                time.sleep(self.session.pause_s() or 0.2)
             return
         if released:
             logger.warning("jobs that nobody held were released", jobs=released)

@@ -31,6 +31,8 @@ PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
 # Beyond the server's own statement_timeout, which gives the better message.
 MARGIN_S = 2.0
+# A new connection may first have to wait for another node's migration, or to do it.
+PREPARE_LIMIT_S = 120.0
 LOG_EVERY_S = 30.0
 
 
@@ -46,14 +48,15 @@ class Session:
         name: str,
         prepare: Callable[[Connection], None] = lambda _: None,
         pause_max_s: float = PAUSE_MAX_S,
+        limit_s: float | None = None,
     ) -> None:
         self.config = config
         self.name = name
         self.up = False
         self.error = ""
-        self.last_success = 0.0
         self._prepare = prepare
         self._pause_max_s = pause_max_s
+        self._limit_s = limit_s or config.statement_timeout_s + MARGIN_S
         self._connection: Connection | None = None
         self._failures = 0
         self._lock = threading.Lock()
@@ -77,12 +80,14 @@ class Session:
             self._end()
             if self._cut or database.is_disconnect(error, connection):
                 self.failed(error)
+            else:
+                self._refused(error)
             raise
         except BaseException:
             self._end()
             raise
         self._end()
-        self.last_success = boottime()
+        self.error = ""
         return result
 
     def pause_s(self) -> float:
@@ -92,12 +97,19 @@ class Session:
         longest = min(PAUSE_FIRST_S * 2 ** min(self._failures, 10), self._pause_max_s)
         return random.uniform(longest / 2, longest)
 
+    def _refused(self, error: BaseException) -> None:
+        """The server lives and says no (disk full, a right taken away): said now and then, tried again."""
+        self.error = log.describe(error)[:300]
+        write, suppressed = self._suppressor.allow("refused")
+        if write:
+            self._log.error("database refuses", error=self.error, suppressed=suppressed or None)
+
     def failed(self, error: BaseException) -> None:
         """Drop the connection and note why."""
         self._failures += 1
         self.error = " ".join(str(error).split())[:300] or type(error).__name__
         if self._cut:
-            self.error = f"no answer within the deadline of {self.config.statement_timeout_s + MARGIN_S:g} s"
+            self.error = f"no answer within the deadline of {self._limit_s:g} s"
         write, suppressed = self._suppressor.allow("down")
         if self.up or write:
             self._log.warning("database away", error=self.error, suppressed=suppressed or None)
@@ -120,7 +132,7 @@ class Session:
             raise
         with self._lock:
             self._connection = connection
-        self._begin()
+        self._begin(PREPARE_LIMIT_S)
         try:
             self._prepare(connection)
         except BaseException as error:
@@ -136,15 +148,11 @@ class Session:
 
     # --- the deadline
 
-    def _begin(self) -> None:
-        self._deadline = boottime() + self.config.statement_timeout_s + MARGIN_S
+    def _begin(self, limit_s: float | None = None) -> None:
+        self._deadline = boottime() + (limit_s or self._limit_s)
 
     def _end(self) -> None:
         self._deadline = 0.0
-
-    def extend(self, seconds: float) -> None:
-        """For the few statements that may take longer (a migration, a vacuum)."""
-        self._deadline = boottime() + seconds
 
     def check(self, now: float) -> None:
         """Called by the main thread: end a statement that overstays its deadline."""

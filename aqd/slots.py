@@ -29,7 +29,12 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
 # A worker's pid is known within milliseconds (p99 86 ms in a sketch under load). What stays unknown is
 # closed: should it be born later, it finds the end of its channel.
-SPAWN_LIMIT_S = 5.0
+SPAWN_LIMIT_S = 10.0
+# So many at a time: requests for hundreds of slots would not fit into the loader's channel, and the last ones
+# would look lost before their turn has come.
+SPAWNING_MAX = 16
+# One that reaches its loop and dies before it had a job is not respawned faster than this.
+IDLE_DEATH_PAUSE_S = 0.2
 # A worker whose channel was closed ends at once; one that does not is killed.
 CLOSE_LIMIT_S = 5.0
 
@@ -130,9 +135,6 @@ class Slots:
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
 
-    def by_pid(self, pid: int) -> Worker | None:
-        return next((w for w in self._workers.values() if w.pid == pid), None)
-
     def settled_in(self) -> bool:
         """Every wanted slot has a serving worker of the serving generation."""
         return self.serving is not None and all(
@@ -159,7 +161,7 @@ class Slots:
             return []
         return self._close(worker, now)
 
-    def exited(self, incarnation: int, now: float, *, reached_loop: bool) -> None:
+    def exited(self, incarnation: int, now: float, *, reached_loop: bool, had_job: bool = True) -> None:
         """The worker was reaped (or could not be forked at all)."""
         worker = self._workers.pop(incarnation, None)
         if worker is None:
@@ -169,7 +171,7 @@ class Slots:
         wanted_to_end = worker.state in (State.LEAVING, State.CLOSING)
         if reached_loop:
             slot.failures = self.failures_in_a_row = 0
-            slot.not_before = now
+            slot.not_before = now if had_job or wanted_to_end else now + IDLE_DEATH_PAUSE_S
         elif not wanted_to_end or worker.pid is None:
             slot.failures += 1
             self.failures_in_a_row += 1
@@ -194,8 +196,12 @@ class Slots:
             return actions
         if self.failures_in_a_row >= self.failures_max:
             return [*actions, GiveUp(self.failures_in_a_row)]
+        spawning = sum(1 for worker in self._workers.values() if worker.state is State.SPAWNING)
         for slot in self.slots():
+            if spawning >= SPAWNING_MAX:
+                break
             if slot.number < self.count and slot.worker is None and now >= slot.not_before:
+                spawning += 1
                 worker = Worker(self._next, slot.number, self.serving or 0, State.SPAWNING, now)
                 self._next += 1
                 slot.worker = self._workers[worker.incarnation] = worker
@@ -244,4 +250,4 @@ class Slots:
 
 def backoff_s(failures: int) -> float:
     """How long a slot waits after so many failed starts in a row."""
-    return float(min(BACKOFF_FIRST_S * 2 ** (failures - 1), BACKOFF_MAX_S)) if failures else 0.0
+    return float(min(BACKOFF_FIRST_S * 2 ** min(failures - 1, 20), BACKOFF_MAX_S)) if failures else 0.0

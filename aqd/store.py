@@ -191,10 +191,11 @@ def enqueue(conn: Connection, request: JobRequest) -> EnqueuedJob:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-def renew(conn: Connection, pairs: Sequence[tuple[int, int]], lease_s: float) -> set[int]:
-    """Extend the leases of these (id, token); returns the ids that are still ours."""
+def renew(conn: Connection, pairs: Sequence[tuple[int, int]], lease_s: float) -> dict[tuple[int, int], bool]:
+    """Extend the leases of these (id, token); returns those that are still ours, and whether they were
+    extended: a row that somebody else has locked is not waited for."""
     if not pairs:
-        return set()
+        return {}
     rows = run(
         conn,
         "renew_leases",
@@ -202,7 +203,7 @@ def renew(conn: Connection, pairs: Sequence[tuple[int, int]], lease_s: float) ->
         tokens=int_array(token for _, token in pairs),
         lease_s=lease_s,
     )
-    return {row[0] for row in rows}
+    return {(row[0], row[1]): row[2] for row in rows}
 
 
 def release(conn: Connection, releases: Iterable[Release], max_interruptions: int) -> set[int]:
@@ -420,6 +421,11 @@ def node_seen(conn: Connection, node: NodeState) -> None:
         "node_seen",
         **node._replace(types=())._asdict() | {"types": text_array(sorted(node.types))},
     )
+
+
+def limit_lock_waits(conn: Connection, seconds: float) -> None:
+    """From now on a statement on this connection that waits longer for a lock fails with 55P03."""
+    run(conn, "set_lock_timeout", value=f"{round(seconds * 1000)}ms")
 
 
 def declare_handlers(conn: Connection, handlers: Iterable[HandlerInfo]) -> None:

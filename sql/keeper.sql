@@ -150,7 +150,8 @@ alter table aqd.job_history detach partition aqd.{partition} finalize
 drop table if exists aqd.{partition}
 
 -- name: set_lock_timeout :exec
--- Around detaching, which must not queue behind a long reader for ever.
+-- Around detaching, which must not queue behind a long reader for ever; and for the recorder, whose batches
+-- must not wait for one locked row.
 -- Index: none.
 select set_config('lock_timeout', :value::text, false)
 

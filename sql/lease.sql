@@ -11,19 +11,31 @@
 --    at each call, with the table as it is (about 0.5 ms).
 
 -- name: renew_leases :many
--- Touches no indexed column, so that the update is HOT.
+-- Touches no indexed column, so that the update is HOT. A row that somebody else has locked is passed over:
+-- waiting for one would let all the others run out. It is still ours (renewed = false), only not extended.
 -- Index: primary key.
-with locked as materialized (
+with given as materialized (
+    select u.id, u.token from unnest(:ids::bigint[], :tokens::bigint[]) as u(id, token) order by u.id
+), locked as materialized (
     select held.id
-    from (select u.id, u.token from unnest(:ids::bigint[], :tokens::bigint[]) as u(id, token) order by u.id) as i
+    from given i
     cross join lateral (
-        select j.id from aqd.jobs j where j.id = i.id and j.lease_token = i.token for no key update
+        select j.id from aqd.jobs j where j.id = i.id and j.lease_token = i.token
+        for no key update skip locked
     ) as held
+), renewed as (
+    update aqd.jobs j
+    set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
+    where j.id = any(array(select l.id from locked l))
+    returning j.id, j.lease_token
 )
-update aqd.jobs j
-set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
-where j.id = any(array(select l.id from locked l))
-returning j.id
+select r.id, r.lease_token as token, true as renewed from renewed r
+union all
+select ours.id, ours.token, false
+from (select g.id, g.token from given g where g.id <> all(array(select l.id from locked l))) as g
+cross join lateral (
+    select j.id, j.lease_token as token from aqd.jobs j where j.id = g.id and j.lease_token = g.token
+) as ours
 
 -- name: release_jobs :many fresh
 -- Back to QUEUED with the attempt returned; run_at stays, so that the job keeps its place. Interrupted

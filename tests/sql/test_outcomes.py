@@ -99,12 +99,14 @@ def test_interruptions_are_counted_apart_and_bounded(conn: database.Connection, 
 def test_renewed(conn: database.Connection, queue: Queue) -> None:
     jobs = claim(conn, queue, 3)
     pairs = [(job.id, job.token) for job in jobs]
-    assert store.renew(conn, [*pairs[:2], (jobs[2].id, 1), (999, 1)], 3600.0) == {jobs[0].id, jobs[1].id}
+    assert store.renew(conn, [*pairs[:2], (jobs[2].id, 1), (999, 1)], 3600.0) == dict.fromkeys(
+        pairs[:2], True
+    )
     later = queue.conn.execute(
         "select id from aqd.jobs where lease_expires_at > now() + interval '50 min' order by id"
     )
     assert [row[0] for row in later] == [jobs[0].id, jobs[1].id]
-    assert store.renew(conn, [], 30.0) == set()
+    assert store.renew(conn, [], 30.0) == {}
 
 
 def test_renewal_is_hot(conn: database.Connection, queue: Queue) -> None:
@@ -167,7 +169,7 @@ def test_late_owner_changes_nothing(
     tables = ("jobs", "job_history", "job_attempts", "failed_jobs")
     look = [f"select to_jsonb(t)::text from aqd.{table} t order by 1" for table in tables]
     before = [queue.conn.execute(query).fetchall() for query in look]
-    assert store.renew(conn, [(job.id, job.token)], 30.0) == set()
+    assert store.renew(conn, [(job.id, job.token)], 30.0) == {}
     assert store.record_completed(conn, [completion(job)]) == set()
     assert store.release(conn, [released(job, interrupted=True)], 20) == set()
     assert store.record_failed(conn, [failure(job)]) == set()

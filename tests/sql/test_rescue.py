@@ -78,7 +78,7 @@ Act = Callable[[database.Connection, Queue, claims.ClaimedJob], None]
 
 
 def complete(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
-    assert store.record_completed(conn, [completion(job)]) == {job.id}
+    assert store.record_completed(conn, [completion(job)]) == {(job.id, job.token): True}
 
 
 def fail(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:

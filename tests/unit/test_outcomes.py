@@ -123,6 +123,50 @@ def test_a_lost_lease_fences_its_own_entry_only(link: Link) -> None:
     lost, kept = held(1, 5), held(2, 50)
     link.give([lost, kept])
     certain_ns = boottime_ns() + 60 * SECOND
-    assert link.renewed(kept={2}, asked={1: 99, 2: 99}, certain_ns=certain_ns) == [0]
+    assert link.renewed({(1, 99), (2, 99)}, {(2, 99): True}, certain_ns) == [0]
     assert lost.lost
     assert link.page.lease_until_ns == certain_ns
+
+
+def test_a_row_that_somebody_locks_is_neither_lost_nor_extended(link: Link) -> None:
+    job = held(1, 5)
+    link.give([job])
+    before = job.certain_ns
+    assert link.renewed({(1, 99)}, {(1, 99): False}, boottime_ns() + 60 * SECOND) == []
+    assert (job.lost, job.certain_ns, link.page.lease_until_ns) == (False, before, before)
+
+
+def test_another_claim_of_the_same_job_does_not_renew_this_one(link: Link) -> None:
+    job = held(1, 5)
+    link.give([job])
+    assert link.renewed({(1, 99), (1, 7)}, {(1, 7): True}, boottime_ns() + 60 * SECOND) == [0]
+
+
+def test_what_the_predecessor_consumed_is_not_held_for_ever(link: Link) -> None:
+    link.give([held(1), held(2)])
+    link.page.begin(0, boottime_ns())
+    successor = Link(0, 7, 1, link.channel, link.page)
+    successor.adopt()
+    assert sorted(successor.held) == [0, 1]
+    link.page.end(0)  # its outcome is not in the journal
+    assert successor.consumed_before(link.page.finished) == [0]
+
+
+def test_an_unreadable_message_is_passed_over() -> None:
+    ours, theirs = channel.pair()
+    page_fd = Page.create(slot=0, incarnation=7, generation=1)
+    link = Link.open(messages.Attach(0, 7, 1, fresh=True), ours.detach(), page_fd)
+    link.give([held(1), held(2)])
+    theirs.send(b"garbage")
+    channel.send(theirs, messages.encode(messages.Done(0, 5, 7, 0, 0, None)))  # its memfd is missing
+    channel.send(theirs, messages.encode(messages.Done(1, 5, 7, 0, 0, "1")))
+    read = list(link.outcomes())
+    assert [
+        m if m is None else m.result for m in read if not isinstance(m, messages.Up | messages.Broken)
+    ] == [None, None, "1"]
+    link.recorded(1)
+    assert link.journal.peek() is None
+    theirs.close()
+    with pytest.raises(channel.ChannelClosed):
+        link.journal.peek()
+    link.close()
