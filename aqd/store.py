@@ -91,6 +91,9 @@ MAX_TRACEBACK: Final = 65_536
 _DAYS_AHEAD: Final = 7
 
 
+Pair = tuple[int, int]  # (job id, lease token)
+
+
 class Completion(NamedTuple):
     """A job that completed ``age_s`` seconds ago. ``result`` is JSON text or None."""
 
@@ -191,19 +194,20 @@ def enqueue(conn: Connection, request: JobRequest) -> EnqueuedJob:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-def renew(conn: Connection, pairs: Sequence[tuple[int, int]], lease_s: float) -> dict[tuple[int, int], bool]:
+def renew(conn: Connection, pairs: Sequence[Pair], lease_s: float) -> dict[Pair, bool]:
     """Extend the leases of these (id, token); returns those that are still ours, and whether they were
     extended: a row that somebody else has locked is not waited for."""
     if not pairs:
         return {}
-    rows = run(
-        conn,
-        "renew_leases",
-        ids=int_array(id for id, _ in pairs),
-        tokens=int_array(token for _, token in pairs),
-        lease_s=lease_s,
-    )
-    return {(row[0], row[1]): row[2] for row in rows}
+    kept = dict.fromkeys(_pairs(conn, "renew_leases", pairs, lease_s=lease_s), True)
+    if missing := [pair for pair in pairs if pair not in kept]:
+        kept |= dict.fromkeys(_pairs(conn, "still_held", missing), False)
+    return kept
+
+
+def _pairs(conn: Connection, statement: str, pairs: Sequence[Pair], **params: float) -> list[Pair]:
+    ids, tokens = int_array(id for id, _ in pairs), int_array(token for _, token in pairs)
+    return [(row[0], row[1]) for row in run(conn, statement, ids=ids, tokens=tokens, **params)]
 
 
 def release(conn: Connection, releases: Iterable[Release], max_interruptions: int) -> set[int]:

@@ -12,30 +12,29 @@
 
 -- name: renew_leases :many
 -- Touches no indexed column, so that the update is HOT. A row that somebody else has locked is passed over:
--- waiting for one would let all the others run out. It is still ours (renewed = false), only not extended.
+-- waiting for one would let all the others run out.
 -- Index: primary key.
-with given as materialized (
-    select u.id, u.token from unnest(:ids::bigint[], :tokens::bigint[]) as u(id, token) order by u.id
-), locked as materialized (
+with locked as materialized (
     select held.id
-    from given i
+    from (select u.id, u.token from unnest(:ids::bigint[], :tokens::bigint[]) as u(id, token) order by u.id) as i
     cross join lateral (
         select j.id from aqd.jobs j where j.id = i.id and j.lease_token = i.token
         for no key update skip locked
     ) as held
-), renewed as (
-    update aqd.jobs j
-    set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
-    where j.id = any(array(select l.id from locked l))
-    returning j.id, j.lease_token
 )
-select r.id, r.lease_token as token, true as renewed from renewed r
-union all
-select ours.id, ours.token, false
-from (select g.id, g.token from given g where g.id <> all(array(select l.id from locked l))) as g
+update aqd.jobs j
+set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
+where j.id = any(array(select l.id from locked l))
+returning j.id, j.lease_token
+
+-- name: still_held :many
+-- Which of the leases that were not renewed are still ours: somebody had locked their rows.
+-- Index: primary key.
+select held.id, held.lease_token
+from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
 cross join lateral (
-    select j.id, j.lease_token as token from aqd.jobs j where j.id = g.id and j.lease_token = g.token
-) as ours
+    select j.id, j.lease_token from aqd.jobs j where j.id = i.id and j.lease_token = i.token offset 0
+) as held
 
 -- name: release_jobs :many fresh
 -- Back to QUEUED with the attempt returned; run_at stays, so that the job keeps its place. Interrupted

@@ -78,7 +78,7 @@ Act = Callable[[database.Connection, Queue, claims.ClaimedJob], None]
 
 
 def complete(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
-    assert store.record_completed(conn, [completion(job)]) == {(job.id, job.token): True}
+    assert store.record_completed(conn, [completion(job)]) == {job.id}
 
 
 def fail(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
@@ -92,7 +92,7 @@ def claim_afresh(conn: database.Connection, _: Queue, job: claims.ClaimedJob) ->
 
 
 def renew(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
-    assert store.renew(conn, [(job.id, job.token)], 30.0) == {job.id}
+    assert store.renew(conn, [(job.id, job.token)], 30.0) == {(job.id, job.token): True}
 
 
 def delete(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
@@ -124,9 +124,9 @@ def test_rescue_against_somebody_else(connect: Connect, queue: Queue, act: Act, 
         late = threading.Thread(target=lambda: outcome.append(_late(act, owner, queue, job)), daemon=True)
         late.start()
         pid = owner.info.backend_pid
-        wait_until(
-            lambda: queue.value("select wait_event_type = 'Lock' from pg_stat_activity where pid = %s", pid)
-        )
+        waits = "select wait_event_type = 'Lock' from pg_stat_activity where pid = %s"
+        # A renewal does not wait: it passes over rows in other hands.
+        wait_until(lambda: queue.value(waits, pid) or (act is renew and not late.is_alive()))
     late.join(10)
     assert not late.is_alive()
     if act is delete:
@@ -206,3 +206,15 @@ def test_reconcile_returns_what_nobody_holds(conn: database.Connection, queue: Q
     assert queue.row(orphan.id)["attempt"] == 0
     assert store.get_attempts(conn, orphan.id) == []
     assert store.reconcile(conn, "me", [], 0.0) == 1
+
+
+def test_a_renewal_passes_over_a_row_in_other_hands(connect: Connect, queue: Queue) -> None:
+    """An operator's open transaction on one row must not let the leases of all others run out."""
+    owner, operator = connect(), connect()
+    queue.add(3)
+    pairs = [(job.id, job.token) for job in book().claim(owner, 3)]
+    with operator.transaction():
+        operator.execute("select from aqd.jobs where id = %s for update", [pairs[1][0]])
+        kept = store.renew(owner, [*pairs, (pairs[0][0], 1)], 3600.0)
+        assert kept == {pairs[0]: True, pairs[1]: False, pairs[2]: True}
+    assert store.renew(owner, pairs, 3600.0) == dict.fromkeys(pairs, True)
