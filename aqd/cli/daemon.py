@@ -67,6 +67,8 @@ def reload_command(app: App, timeout_s: float) -> None:
     """Reload configuration and plugins; returns when the new ones serve, or with the reason why not."""
     answer = _request(app, "reload", timeout_s)
     click.echo(f"generation {answer.get('generation', '?')} serves")
+    for problem in answer.get("problems", []):
+        click.echo(f"problem: {problem}", err=True)
 
 
 @click.command("stop")
