@@ -18,8 +18,8 @@ from aqd.sessions import Session
 
 logger = log.get_logger("keeper")
 
-# All duties of one step together; each statement has the server's own limit.
-STEP_LIMIT_S = 60.0
+# A step is several statements, each with the server's own limit: so many times that limit for all.
+STEP_STATEMENTS = 2.0
 
 
 class Caretaker(threading.Thread):
@@ -27,7 +27,12 @@ class Caretaker(threading.Thread):
 
     def __init__(self, start: messages.Start, schema: Callable[[Connection], None]) -> None:
         super().__init__(name="keeper", daemon=True)
-        self.session = Session(start.config.database, "keeper", schema, limit_s=STEP_LIMIT_S)
+        self.session = Session(
+            start.config.database,
+            "keeper",
+            schema,
+            limit_s=STEP_STATEMENTS * start.config.database.statement_timeout_s,
+        )
         self.stopping = False
         self.draining = False
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this

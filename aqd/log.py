@@ -300,17 +300,20 @@ def _emit(level: str, name: str, event: str, fields: dict[str, Any]) -> None:
     pid = os.getpid()
     if _dropped_pid != pid:  # a forked child does not report what its parent lost
         _dropped, _dropped_pid = 0, pid
+    # Taken before it is told: of two threads that write at once, one reports what was lost.
+    lost, _dropped = _dropped, 0
     try:
         merged = {**_context, **fields} if _context else fields
         values = {key: _plain(value) for key, value in merged.items()}
-        if _dropped:
-            values["dropped"] = _dropped
+        if lost:
+            values["dropped"] = lost
         render = _human if state.human else _json
         line = _fit(render, state, level, name, _text(event), values)
         done = (state.sink or _UNCONFIGURED).write(line)
     except Exception:  # a log must not be the reason why something fails
         done = False
-    _dropped = 0 if done else _dropped + 1
+    if not done:
+        _dropped += lost + 1
 
 
 def _fit(render: Any, state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:

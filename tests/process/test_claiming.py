@@ -45,7 +45,7 @@ def test_a_stop_at_any_moment_leaves_nothing_claimed_and_nothing_runs_twice(star
     for _ in range(4):
         ran = len(side.events("start"))
         daemon.start()
-        moment = ran + random.randrange(1, 200)
+        moment = min(ran + random.randrange(1, 200), 1000)  # a quick machine is done before the last stop
         wait_until(lambda moment=moment: len(side.events("start")) >= moment, 30, "jobs to run")
         assert daemon.stop() == 0
         rows = jobs.conn.execute(
