@@ -37,6 +37,8 @@ MAX_UNSENT_BYTES = 64 << 20
 HEAD_TIMEOUT_S = 10.0
 # After a refusal, how long we listen to the rest so that the client gets to read the answer (RFC 9112, 9.6).
 LINGER_S = 2.0
+# How long a worker that stops waits for the first byte of connections that it has accepted.
+STOP_LINGER_S = 1.0
 _READ = 1 << 18
 _REASONS = {408: "Request Timeout", 413: "Content Too Large"}
 
@@ -77,6 +79,7 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._waiting: dict[socket.socket, Waiting] = {}  # in order of arrival
         self._waiting_bytes = 0
+        self._stopping = False
         self._unsent: dict[socket.socket, Unsent] = {}
         self._unsent_bytes = 0
 
@@ -143,10 +146,16 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         """Called by gunicorn in each turn of its loop, at least once a second."""
         super().murder_pending()
         now = time.monotonic()
+        if not self.alive and not self._stopping:
+            # Accepted in the last moment, its request is on the way: closed at once it would be lost.
+            self._stopping = True
+            for waiting in self._waiting.values():
+                if not waiting.frame.buffer:
+                    waiting.deadline = min(waiting.deadline, now + STOP_LINGER_S)
         for waiting in list(self._waiting.values()):
-            idle = not waiting.frame.buffer
-            if waiting.deadline > now and (self.alive or not idle):
+            if waiting.deadline > now:
                 continue
+            idle = not waiting.frame.buffer
             if idle or waiting.refused:
                 self._drop(waiting)
             else:
