@@ -85,6 +85,8 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     runtime_dir: str = ""
     node_name: str = ""
     spawn_failures_max: Annotated[int, Meta(ge=1, le=10_000)] = 20
+    max_jobs_per_worker: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
+    recycle_memory_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
 
 class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,8 +94,10 @@ class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     max_attempts: Annotated[int, Meta(ge=1, le=1000)] = 5
     timeout_s: Annotated[float, Meta(ge=0.1, le=30 * _DAY_S)] = 600.0
+    memory_limit_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     backoff_base_s: Annotated[float, Meta(ge=0.01, le=30 * _DAY_S)] = 2.0
     backoff_max_s: Annotated[float, Meta(ge=0.01, le=30 * _DAY_S)] = 3600.0
+    max_crashes: Annotated[int, Meta(ge=1, le=1000)] = 3
     max_interruptions: Annotated[int, Meta(ge=0, le=100_000)] = 20
     unknown_type_grace_s: Annotated[float, Meta(ge=0, le=30 * _DAY_S)] = 60.0
     max_payload_bytes: Annotated[int, Meta(ge=1024, le=64 << 20)] = 1 << 20

@@ -16,7 +16,7 @@ import signal
 import socket
 from dataclasses import dataclass
 
-from aqd import channel, limits, messages, slots
+from aqd import channel, limits, messages, process, slots
 from aqd.log import get_logger
 from aqd.page import Page, StopReason
 from aqd.process import STOP_SIGNAL, ExitStatus, boottime, boottime_ns, signal_group, while_stopped
@@ -39,6 +39,7 @@ class Seat:
     generation: int
     page: Page
     page_fd: int
+    output_fd: int
     channel: socket.socket
     pid: int | None = None
     attached: bool = False
@@ -50,6 +51,7 @@ class Seat:
     def close(self) -> None:
         self.page.close()
         os.close(self.page_fd)
+        os.close(self.output_fd)
         self.channel.close()
 
 
@@ -109,7 +111,7 @@ class Crew:
             # Not queued: the worker's end must not stay open here, or its end would never be seen. There is
             # room: few workers are being started at a time.
             message = messages.encode(messages.SpawnWorker(action.slot, action.incarnation))
-            channel.send(self.loader.channel, message, [workers_end.fileno(), seat.page_fd])
+            channel.send(self.loader.channel, message, [workers_end.fileno(), seat.page_fd, seat.output_fd])
         except (channel.ChannelClosed, OSError):
             log.warning("loader takes no requests", slot=action.slot)
             self._forget(seat)
@@ -121,10 +123,13 @@ class Crew:
         page_fd = Page.create(action.slot, action.incarnation, action.generation)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, page_fd)
+            output_fd = process.output_file(f"aqd-output-{action.slot}.{action.incarnation}")
+            undo.callback(os.close, output_fd)
             workers_end, ours = channel.pair()
             undo.callback(workers_end.close)
             undo.callback(ours.close)
-            seat = Seat(action.slot, action.incarnation, action.generation, Page(page_fd), page_fd, ours)
+            place = (action.slot, action.incarnation, action.generation)
+            seat = Seat(*place, Page(page_fd), page_fd, output_fd, ours)
             undo.pop_all()
         return seat, workers_end
 
@@ -150,7 +155,7 @@ class Crew:
         if seat is None or seat.pid is not None:
             return
         seat.pid = pid
-        seat.progress = (seat.page.progress, boottime())
+        seat.progress = (seat.page.turns, boottime())
         self.plan.spawned(incarnation, pid, boottime())
         self._attach(seat)
         log.debug("worker started", slot=seat.slot, child=pid, generation=seat.generation)
@@ -192,7 +197,7 @@ class Crew:
         else:
             log.debug("worker ended", slot=seat.slot, child=seat.pid, status=str(status))
         self.plan.exited(
-            seat.incarnation, boottime(), reached_loop=seat.page.progress > 0, had_job=seat.page.started > 0
+            seat.incarnation, boottime(), reached_loop=seat.page.turns > 0, had_job=seat.page.started > 0
         )
         if seat.attached or seat.page.written:
             self._tell(seat.exited)
@@ -219,7 +224,7 @@ class Crew:
         fresh = not seat.attached and seat.page.written == 0
         seat.attached = True
         message = messages.Attach(seat.slot, seat.incarnation, seat.generation, fresh)
-        self._tell(message, (seat.channel.fileno(), seat.page_fd))
+        self._tell(message, (seat.channel.fileno(), seat.page_fd, seat.output_fd))
 
     def attach_all(self) -> None:
         """Hand everything to a new dispatcher; its predecessor has been reaped."""
@@ -287,25 +292,25 @@ class Crew:
         """An idle worker that does not move (stopped, stuck in a hook) would hold its slot for ever."""
         seen, since = seat.progress
         limit_s = IDLE_LIMIT_S if seen else self.start_limit_s
-        if seat.page.progress != seen:
-            seat.progress = (seat.page.progress, now)
+        if seat.page.turns != seen:
+            seat.progress = (seat.page.turns, now)
         elif now >= since + limit_s and seat.pid is not None:
             seat.progress = (seen, now)
-            if while_stopped(seat.pid, lambda: seat.page.current() < 0 and seat.page.progress == seen):
+            if while_stopped(seat.pid, lambda: seat.page.current() < 0 and seat.page.turns == seen):
                 log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
 
     def forgive(self, now: float) -> None:
         """The master itself has not run for a while (a suspend, a freeze): nobody else has, either."""
         for seat in self.seats.values():
-            seat.progress = (seat.page.progress, now)
+            seat.progress = (seat.page.turns, now)
 
     def reached_loop(self, worker: slots.Worker) -> bool:
         """Whether it takes jobs; until then hooks and late plugins run."""
         seat = self.seats.get(worker.incarnation)
-        return seat is not None and seat.page.progress > 0
+        return seat is not None and seat.page.turns > 0
 
     def any_reached_loop(self, generation: int) -> bool:
-        return any(s.generation == generation and s.page.progress > 0 for s in self.seats.values())
+        return any(s.generation == generation and s.page.turns > 0 for s in self.seats.values())
 
     def busy(self) -> list[Seat]:
         return [s for s in self.seats.values() if s.exited is None and s.page.current() >= 0]

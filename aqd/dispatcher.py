@@ -277,8 +277,8 @@ class Dispatcher:
 
     # --- workers come and go
 
-    def _attach(self, message: messages.Attach, channel_fd: int, page_fd: int) -> None:
-        link = Link.open(message, channel_fd, page_fd)
+    def _attach(self, message: messages.Attach, channel_fd: int, page_fd: int, output_fd: int) -> None:
+        link = Link.open(message, channel_fd, page_fd, output_fd)
         self.links[link.incarnation] = link
         self._by_fd[link.channel.fileno()] = link
         # Edge-triggered: outcomes stay in the socket until they are recorded.
@@ -490,7 +490,7 @@ class Dispatcher:
             if link.generation == self.generation
             and not link.retiring
             and link.exited is None
-            and link.page.progress  # it is in its loop: hooks may run for long before
+            and link.page.turns  # it is in its loop: hooks may run for long before
         ]
 
     def _assign(self) -> None:

@@ -138,5 +138,9 @@ class JobTimeout(StopJob):
     """The job ran longer than its ``timeout_s``."""
 
 
+class JobCancelled(StopJob):
+    """Somebody has cancelled the job; whatever becomes of the handler now, it is not run again."""
+
+
 class JobInterrupted(StopJob):
     """The daemon is stopping (or has lost the job's lease); the attempt is given back."""

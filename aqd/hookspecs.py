@@ -70,11 +70,35 @@ class Backoff(msgspec.Struct, frozen=True):
             raise ValueError(f"backoff: base_s ({self.base_s:g}) is above max_s ({self.max_s:g})")
 
 
+class Confinement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel is told about a job's process; None and empty mean "as it is".
+
+    ``rlimits`` are soft limits by name ("NOFILE"), set around the job. All behind them cannot be undone, so the
+    job gets a process of its own.
+    """
+
+    oom_score_adj: int | None = None
+    rlimits: dict[str, int] = msgspec.field(default_factory=dict)
+    hard_rlimits: dict[str, int] = msgspec.field(default_factory=dict)
+    nice: int | None = None
+    no_new_privs: bool = False
+    user: str | None = None
+    group: str | None = None
+
+    @property
+    def irreversible(self) -> bool:
+        """Whether a process that had this applied can run nothing else."""
+        return bool(
+            self.hard_rlimits or self.nice is not None or self.no_new_privs or self.user or self.group
+        )
+
+
 class HandlerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the node knows about a handler without holding its code; travels between processes.
 
     ``None`` means "as the configuration says". ``wants_job`` tells a ``(payload, job)`` handler from
-    a ``(payload)`` one.
+    a ``(payload)`` one. ``one_shot``: each job gets a fresh process of its own, by wish or because its
+    confinement is irreversible.
     """
 
     type: str
@@ -85,6 +109,12 @@ class HandlerInfo(msgspec.Struct, frozen=True, kw_only=True):
     queue: str | None = None
     wants_job: bool = False
     is_async: bool = False
+    max_crashes: int | None = None
+    memory_limit_mb: int | None = None
+    detach: bool = False
+    keep_output: bool = False
+    one_shot: bool = False
+    confinement: Confinement | None = None
 
 
 PluginState = Literal["loaded", "broken", "late"]

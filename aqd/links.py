@@ -52,6 +52,8 @@ class Held:
     job: ClaimedJob | None = None
     limit_ns: int = 0
     max_attempts: int = 0
+    memory_kb: int = 0
+    flags: int = 0
     expected_ns: int = 0
     payload_bytes: int = 0
     lost: bool = False
@@ -81,6 +83,7 @@ class Link:
     generation: int
     channel: socket.socket
     page: Page
+    output_fd: int
     held: dict[int, Held] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)  # number -> expected_ns, no outcome read yet
     load_ns: int = 0
@@ -96,14 +99,16 @@ class Link:
         self.journal = Journal(self.channel)
 
     @staticmethod
-    def open(message: messages.Attach, channel_fd: int, page_fd: int) -> "Link":
+    def open(message: messages.Attach, channel_fd: int, page_fd: int, output_fd: int) -> "Link":
         page = Page(page_fd)
         os.close(page_fd)
-        return Link(message.slot, message.incarnation, message.generation, channel.from_fd(channel_fd), page)
+        place = (message.slot, message.incarnation, message.generation)
+        return Link(*place, channel.from_fd(channel_fd), page, output_fd)
 
     def close(self) -> None:
         self.channel.close()
         self.page.close()
+        os.close(self.output_fd)
 
     # --- giving
 
@@ -119,7 +124,7 @@ class Link:
         Raises :class:`ChannelClosed` or :class:`BlockingIOError`; the entries then stand in the page and
         :attr:`held` all the same, and come back by a recall or the worker's settling.
         """
-        rows = [(job.id, job.token, job.attempt, job.limit_ns) for job in jobs]
+        rows = [(job.id, job.token, job.attempt, job.limit_ns, job.memory_kb, job.flags) for job in jobs]
         first = self.page.write(rows)
         until = min(job.certain_ns for job in jobs)
         self.page.lease_until_ns = min(until, self.page.lease_until_ns) if self.held else until

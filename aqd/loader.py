@@ -70,13 +70,13 @@ class Loader:
             except channel.ChannelClosed:
                 return Exit.OK
             request = messages.decode_to_loader(data)
-            if not isinstance(request, messages.SpawnWorker) or len(fds) != 2:
+            if not isinstance(request, messages.SpawnWorker) or len(fds) != 3:
                 logger.error("not a request", got=type(request).__name__)
                 return Exit.CHANNEL
             self._fork(request, *fds)
         return Exit.OK
 
-    def _fork(self, request: messages.SpawnWorker, channel_fd: int, page_fd: int) -> None:
+    def _fork(self, request: messages.SpawnWorker, channel_fd: int, page_fd: int, output_fd: int) -> None:
         if threading.active_count() > 1:
             logger.error("a thread appeared in the loader, not forking", threads=threading.active_count())
             os._exit(Exit.LOADER)
@@ -84,19 +84,21 @@ class Loader:
             with process.signals_blocked():
                 intermediate = os.fork()
                 if intermediate == 0:
-                    self._intermediate(request, channel_fd, page_fd)
+                    self._intermediate(request, channel_fd, page_fd, output_fd)
             os.waitpid(intermediate, 0)
         except OSError as error:  # out of processes or memory: the master misses it, and asks again later
             logger.error("cannot fork a worker", error=str(error))
         finally:
-            os.close(channel_fd)
-            os.close(page_fd)
+            for fd in (channel_fd, page_fd, output_fd):
+                os.close(fd)
 
-    def _intermediate(self, request: messages.SpawnWorker, channel_fd: int, page_fd: int) -> NoReturn:
+    def _intermediate(
+        self, request: messages.SpawnWorker, channel_fd: int, page_fd: int, output_fd: int
+    ) -> NoReturn:
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_worker(channel_fd, page_fd)
+                self._become_worker(channel_fd, page_fd, output_fd)
             self._send(messages.Spawned(request.incarnation, pid))
         except BaseException:
             with contextlib.suppress(BaseException):
@@ -104,7 +106,7 @@ class Loader:
         finally:
             os._exit(0)
 
-    def _become_worker(self, channel_fd: int, page_fd: int) -> NoReturn:
+    def _become_worker(self, channel_fd: int, page_fd: int, output_fd: int) -> NoReturn:
         try:
             self.channel.close()
             from aqd.worker import Worker
@@ -112,7 +114,9 @@ class Loader:
             page = Page(page_fd)
             os.close(page_fd)
             ends = channel.from_fd(channel_fd)
-            Worker(self.registry, self.load.config, ends, page, self.load.late, self.load.master_pid).run()
+            Worker(
+                self.registry, self.load.config, ends, page, output_fd, self.load.late, self.load.master_pid
+            ).run()
         except BaseException:
             with contextlib.suppress(BaseException):
                 logger.exception("worker cannot start")

@@ -3,14 +3,15 @@
 Spoken over :mod:`aqd.channel` in four directions, each a tagged union:
 
 =====================  ==========================================================================
-master → loader        :class:`Load`, :class:`SpawnWorker` (+ channel, page)
+master → loader        :class:`Load`, :class:`SpawnWorker` (+ channel, page, output)
 loader → master        :class:`Importing`, :class:`Loaded`, :class:`LoadRefused`, :class:`Spawned`
-master → dispatcher    :class:`Start`, :class:`Attach` (+ channel, page), :class:`AttachedAll`, :class:`Serve`,
-                       :class:`Exited`, :class:`Recalled`, :class:`Retire`, :class:`Drain`, :class:`HandOver`
+master → dispatcher    :class:`Start`, :class:`Attach` (+ channel, page, output), :class:`AttachedAll`,
+                       :class:`Serve`, :class:`Exited`, :class:`Recalled`, :class:`Retire`, :class:`Drain`,
+                       :class:`HandOver`
 dispatcher → master    :class:`Hello`, :class:`Recall`, :class:`Retired`, :class:`Settled`, :class:`Fence`,
-                       :class:`Report`, :class:`Drained`
+                       :class:`Cancel`, :class:`Recycle`, :class:`Watch`, :class:`Report`, :class:`Drained`
 dispatcher → worker    :class:`Frame` (+ memfds of large payloads)
-worker → dispatcher    :class:`Up`, :class:`Done`, :class:`Broken` (+ memfd of a large result)
+worker → dispatcher    :class:`Up`, :class:`Done`, :class:`Broken` (+ memfds of a large result, a long output)
 =====================  ==========================================================================
 
 ``incarnation`` names one life of one worker, never reused by a master; ``number`` an entry of its page.
@@ -44,7 +45,7 @@ class Load(_Message):
 
 
 class SpawnWorker(_Message):
-    """Fork a worker with the two descriptors sent along: its channel end and its page."""
+    """Fork a worker with the descriptors sent along: its channel end, its page, its output."""
 
     slot: int
     incarnation: int
@@ -94,7 +95,7 @@ class Start(_Message):
 
 
 class Attach(_Message):
-    """A worker incarnation, with the descriptors of its channel (dispatcher's end) and its page.
+    """A worker incarnation, with the descriptors of its channel (dispatcher's end), page and output.
 
     ``fresh`` ones have never been held by another dispatcher: their pages are empty.
     """
@@ -118,13 +119,19 @@ class Serve(_Message):
 
 class Exited(_Message):
     """The worker has ended and was reaped; settle it. ``reason``: why *we* ended it, a
-    :class:`aqd.page.StopReason`, for entry ``number`` only (-1: none)."""
+    :class:`aqd.page.StopReason`, for entry ``number`` only (-1: none). ``detail``: what is known beyond that
+    ("used 612 MiB"). ``oom``: the kernel's OOM killer was at work at that time. ``cpu_us``, ``peak_kb``: of its
+    whole life."""
 
     incarnation: int
     signal: int | None
     code: int | None
     reason: int
     number: int
+    detail: str = ""
+    oom: bool = False
+    cpu_us: int = 0
+    peak_kb: int = 0
 
 
 class Recalled(_Message):
@@ -180,8 +187,28 @@ class Fence(_Message):
     number: int
 
 
+class Cancel(_Message):
+    """Somebody has cancelled the job of entry ``number``: end it, if the worker is on it or comes to it."""
+
+    incarnation: int
+    number: int
+
+
+class Recycle(_Message):
+    """This worker has been given its last job (or must make room for a fresh one): have its successor ready."""
+
+    incarnation: int
+
+
+class Watch(_Message):
+    """Sent before a job with a memory limit is: look at this worker's page now."""
+
+    incarnation: int
+
+
 class Report(_Message):
-    """What the status shows of the dispatcher. ``jobs``: incarnation → (job id, type) it is on."""
+    """What the status shows of the dispatcher. ``held``: incarnation → number of jobs; ``types``: incarnation →
+    type it is on; ``silent_s``: for how long the database has owed the recorder an answer."""
 
     database_up: bool
     database_error: str
@@ -189,6 +216,7 @@ class Report(_Message):
     held: dict[int, int]
     types: dict[int, str]
     counters: dict[str, int]
+    silent_s: float = 0.0
 
 
 class Drained(_Message):
@@ -222,7 +250,8 @@ class Up(_Message):
 
 
 class Done(_Message):
-    """Entry ``number`` returned. ``result``: JSON text, None if it comes as a memfd, "" for none."""
+    """Entry ``number`` returned. ``result``: JSON text, None if it comes as a memfd, "" for none. ``output``: the
+    end of what the job wrote, if its handler keeps it; None if it comes as the next memfd, b"" for none."""
 
     number: int
     started_ns: int
@@ -230,12 +259,14 @@ class Done(_Message):
     cpu_us: int
     peak_kb: int
     result: str | None
+    output: bytes | None = b""
 
 
 class Broken(_Message):
-    """Entry ``number`` did not complete. ``kind``: failed, discarded, timed_out, interrupted.
+    """Entry ``number`` did not complete. ``kind``: failed, discarded, timed_out, cancelled, interrupted,
+    unstarted. ``reason``: see :data:`aqd.outcomes.REASONS`.
 
-    ``retry_after_s``: what a raised ``Retry`` asked for; -1 if nothing.
+    ``retry_after_s``: what a raised ``Retry`` asked for; -1 if nothing. ``output``: as in :class:`Done`.
     """
 
     number: int
@@ -247,12 +278,14 @@ class Broken(_Message):
     error: str
     traceback: str
     retry_after_s: float
+    reason: str = ""
+    output: bytes | None = b""
 
 
 ToLoader = Load | SpawnWorker
 FromLoader = Importing | Loaded | LoadRefused | Spawned
 ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire | Drain | HandOver
-FromDispatcher = Hello | Recall | Retired | Settled | Fence | Report | Drained
+FromDispatcher = Hello | Recall | Retired | Settled | Fence | Cancel | Recycle | Watch | Report | Drained
 FromWorker = Up | Done | Broken
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

@@ -12,9 +12,11 @@ block       writer      words
 ==========  ==========  =================================================================================
 0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
 1           dispatcher  written, lease_until
-2           worker      pid, started, finished, started_at, progress, returned
-3           –           reserved
-4…          dispatcher  the frame table: a ring of :data:`ENTRIES` × (job id, token, attempt, limit)
+2           worker      pid, started, finished, started_at, turns, returned, cpu_at, output_at
+3           worker      note_sequence, note_entry, note_percent, note_length
+4…          dispatcher  the frame table: a ring of :data:`ENTRIES` ×
+                        (job id, token, attempt, limit, memory limit, flags)
+after it    worker      the note's text, :data:`NOTE_BYTES`
 ==========  ==========  =================================================================================
 
 Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands at ``k % ENTRIES``.
@@ -25,6 +27,10 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   it is on entry ``started - 1`` since ``started_at``; ``started_at`` is stored *before* ``started``.
   ``finished`` is stored after the outcome was sent; ``returned`` before: from then on the worker may wait for
   room in its channel, which is not the job's time.
+* ``cpu_at``, ``output_at``: what the process had used, and written to its output, when the entry began; stored
+  before ``started``. With them an attempt is accounted for after the worker's death.
+* the note: what the handler reports of its progress. ``note_sequence`` is odd while it is written; a reader that
+  meets an odd or a changed one reads again another time.
 * ``skip_from … skip_to``: a recall. The master wrote it while the worker was stopped; the worker passes
   over these entries, and looks *after* it has stored ``started``: a stop before that is a recall that it
   heeds, one after it sees the entry as begun. A recall always takes everything unstarted, so one range is
@@ -37,16 +43,19 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Final
 
 ENTRIES: Final = 256
-_WORDS_PER_ENTRY: Final = 4
+_WORDS_PER_ENTRY: Final = 6
 _TABLE: Final = 32
-SIZE: Final = 3 * 4096
-_MAGIC: Final = 0x6171642D70616731  # "aqd-pag1"
+_NOTE_AT: Final = (_TABLE + ENTRIES * _WORDS_PER_ENTRY) * 8
+# UTF-8 bytes of a progress message.
+NOTE_BYTES: Final = 256
+SIZE: Final = 4 * 4096
+_MAGIC: Final = 0x6171642D70616732  # "aqd-pag2"
 
-assert (_TABLE + ENTRIES * _WORDS_PER_ENTRY) * 8 <= SIZE
+assert _NOTE_AT + NOTE_BYTES <= SIZE
 
 
 class StopReason(IntEnum):
@@ -56,17 +65,43 @@ class StopReason(IntEnum):
     TIMEOUT = 1
     DRAIN = 2
     FENCE = 3
+    CANCEL = 4
+    MEMORY = 5
+
+
+class Flag(IntFlag):
+    """What else the master must know of an entry."""
+
+    NONE = 0
+    DETACH = 1  # what the job leaves running stays
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the frame table. ``limit_ns``: longest run time, 0 = none."""
+    """One line of the frame table. ``limit_ns``: longest run time, ``memory_kb``: most memory; 0 = none."""
 
     number: int
     job_id: int
     token: int
     attempt: int
     limit_ns: int
+    memory_kb: int = 0
+    flags: int = 0
+
+
+# What the dispatcher writes of an entry: (job id, token, attempt, limit_ns, memory_kb, flags).
+Row = tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A handler's own word on its progress. ``percent`` 0 to 100, None if it gave none; ``sequence`` grows
+    with every note of the worker."""
+
+    sequence: int
+    number: int
+    percent: float | None
+    message: str
 
 
 class Page:
@@ -150,8 +185,8 @@ class Page:
     def lease_until_ns(self, value: int) -> None:
         self._words[9] = value
 
-    def write(self, entries: list[tuple[int, int, int, int]]) -> int:
-        """Append (job id, token, attempt, limit_ns) rows; returns the first one's number.
+    def write(self, entries: list[Row]) -> int:
+        """Append rows; returns the first one's number.
 
         Writer: dispatcher, which keeps ``written`` less than :data:`ENTRIES` above what is recorded.
         """
@@ -159,7 +194,8 @@ class Page:
         first = number = words[8]
         for row in entries:
             at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
-            words[at], words[at + 1], words[at + 2], words[at + 3] = row
+            for offset, word in enumerate(row):
+                words[at + offset] = word
             number += 1
         words[8] = number
         return first
@@ -167,7 +203,7 @@ class Page:
     def entry(self, number: int) -> Entry:
         at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
         words = self._words
-        return Entry(number, words[at], words[at + 1], words[at + 2], words[at + 3])
+        return Entry(number, *words[at : at + _WORDS_PER_ENTRY])
 
     # --- worker's block
 
@@ -192,13 +228,25 @@ class Page:
         return self._words[19]
 
     @property
-    def progress(self) -> int:
+    def turns(self) -> int:
         """Grows with every turn of the worker's loop, idle ones too (every few seconds)."""
         return self._words[20]
 
-    def begin(self, number: int, now_ns: int) -> None:
+    @property
+    def cpu_at_us(self) -> int:
+        """Processor time, helpers' included, that the process had used when the present entry began."""
+        return self._words[22]
+
+    @property
+    def output_at(self) -> int:
+        """Length of the worker's output when the present entry began."""
+        return self._words[23]
+
+    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
         """The worker begins entry ``number``. The order matters: see the module's header."""
         words = self._words
+        words[22] = cpu_us
+        words[23] = output_at
         words[19] = now_ns
         words[17] = number + 1
 
@@ -214,6 +262,30 @@ class Page:
 
     def returned(self, number: int) -> bool:
         return self._words[21] > number
+
+    def write_note(self, number: int, percent: float | None, message: str) -> None:
+        """What the handler of entry ``number`` says of its progress; a longer message is cut. Writer: worker."""
+        text = message.encode("utf-8", "backslashreplace")[:NOTE_BYTES]
+        words = self._words
+        words[24] += 1
+        words[25] = number + 1
+        words[26] = 0 if percent is None else 1 + round(max(0.0, min(percent, 100.0)) * 100)
+        words[27] = len(text)
+        self._map[_NOTE_AT : _NOTE_AT + len(text)] = text
+        words[24] += 1
+
+    def note(self) -> Note | None:
+        """The last note; None if there is none, or it is being written."""
+        words = self._words
+        sequence = words[24]
+        if not sequence or sequence % 2:
+            return None
+        number, percent, length = words[25] - 1, words[26], min(words[27], NOTE_BYTES)
+        text = self._map[_NOTE_AT : _NOTE_AT + length]
+        if words[24] != sequence:
+            return None
+        message = text.decode("utf-8", "ignore")  # a character may have been cut in two
+        return Note(sequence, number, (percent - 1) / 100 if percent else None, message)
 
     def turn(self) -> None:
         self._words[20] += 1

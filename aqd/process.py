@@ -100,6 +100,14 @@ def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
+def output_file(name: str) -> int:
+    """An anonymous file for what a worker and its helpers print: writing never blocks, whoever holds a
+    descriptor reads it after their death, and a hole punched into its beginning gives the memory back."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
 def spawn(argv: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, blocked: bool = True) -> int:
     """Start ``argv`` in a session of its own with ``fds`` at 3, 4, …; returns the pid.
 

@@ -59,6 +59,7 @@ class Worker:
         config: Config,
         ends: socket.socket,
         page: Page,
+        output_fd: int,
         late: list[str],
         master_pid: int,
     ) -> None:
@@ -66,6 +67,7 @@ class Worker:
         self.config = config
         self.channel = ends
         self.page = page
+        self.output_fd = output_fd
         self.late = late
         self.master_pid = master_pid
         self.pid = os.getpid()

@@ -20,13 +20,13 @@ def two():
 
 
 def rows(*ids):
-    return [(job, job * 10, 1, 0) for job in ids]
+    return [(job, job * 10, 1, 0, 0, 0) for job in ids]
 
 
 def test_a_new_page_is_empty_and_names_its_worker(two):
     page, _ = two
     assert (page.slot, page.incarnation, page.generation) == (3, 7, 2)
-    assert (page.pid, page.written, page.started, page.finished, page.progress) == (0, 0, 0, 0, 0)
+    assert (page.pid, page.written, page.started, page.finished, page.turns) == (0, 0, 0, 0, 0)
     assert page.current() == -1
     assert page.stop_entry == -1
     assert page.unstarted() == (0, 0)
@@ -69,9 +69,9 @@ def test_what_one_side_writes_the_other_reads(two):
     assert (dispatcher.current(), dispatcher.started_at_ns) == (0, 55)
     worker.end(0)
     assert dispatcher.current() == -1
-    assert dispatcher.progress == 1
+    assert dispatcher.turns == 1
     worker.turn()
-    assert dispatcher.progress == 2
+    assert dispatcher.turns == 2
 
 
 def test_entries_are_a_ring_that_goes_round(two):
@@ -199,10 +199,10 @@ def test_what_announces_is_stored_last(two):
     words = page._words = Recorded(page._words)
     page.write(rows(1, 2))
     assert words.stored[-1] == 8  # ``written``, after both rows
-    assert len(words.stored) == 9
+    assert len(words.stored) == 13
     words.stored.clear()
     page.begin(0, 55)
-    assert words.stored == [19, 17]  # ``started_at``, then ``started``
+    assert words.stored == [22, 23, 19, 17]  # ``started_at``, then ``started``
     words.stored.clear()
     page.request_stop(0, StopReason.DRAIN)
     assert words.stored == [5, 4]  # the reason, then the entry
