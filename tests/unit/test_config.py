@@ -113,6 +113,15 @@ def test_every_option_has_a_variable(write, key: str) -> None:
     assert getattr(getattr(cfg, option.section), option.name) == wanted
 
 
+def test_limits_that_look_odd_together_are_taken(write) -> None:
+    """A handler may have a limit of its own, above the threshold that replaces idle workers or below it;
+    and a job with one attempt has fewer than it may have crashes."""
+    path = write("[daemon]\nrecycle_memory_mb = 512\n[jobs]\nmemory_limit_mb = 256\nmax_attempts = 1\n")
+    cfg = config.load(path, {})
+    assert (cfg.daemon.recycle_memory_mb, cfg.jobs.memory_limit_mb) == (512, 256)
+    assert (cfg.daemon.max_jobs_per_worker, cfg.jobs.max_crashes) == (0, 3)
+
+
 @pytest.mark.parametrize("empty", ["", "  ", "\n"])
 def test_an_empty_variable_counts_as_not_set(write, empty: str) -> None:
     path = write('[daemon]\nslots = 9\n[api]\nadmin_api_key = "from file"\n')
@@ -196,6 +205,12 @@ def test_the_default_file_is_optional_but_not_ignored_when_unreadable(tmp_path: 
         ("[daemon]\nslots = 4.0", "daemon.slots = 4.0: must be a whole number between 1 and 512"),
         ("[daemon]\nslots = true", "daemon.slots = true: must be a whole number"),
         ('[daemon]\nslots = "4"', "daemon.slots = 4: must be a whole number"),
+        ("[daemon]\nmax_jobs_per_worker = -1", "must be a whole number between 0 and 1000000000"),
+        ("[daemon]\nrecycle_memory_mb = 0.5", "must be a whole number between 0 and 1048576"),
+        ("[jobs]\nmemory_limit_mb = 1048577", "must be a whole number between 0 and 1048576"),
+        ("[jobs]\nmax_crashes = 0", "jobs.max_crashes = 0: must be a whole number between 1 and 1000"),
+        ("[jobs]\nmax_crashes = 1001", "must be a whole number between 1 and 1000"),
+        ("[jobs]\nrecycle_memory_mb = 1", "recycle_memory_mb belongs to [daemon]"),
         ("[daemon]\nlease_s = nan", "daemon.lease_s = nan: must be a number between 1 and 86400"),
         ("[daemon]\nlease_s = inf", "daemon.lease_s = inf: must be a number between 1 and 86400"),
         ("[database]\nnotify = 1", "database.notify = 1: must be true or false"),

@@ -63,7 +63,13 @@ def test_each_option_is_explained(key: str) -> None:
     if option.low is not None:
         bounds = f"{option.low:.12g} to {option.high:.12g}"
         assert bounds in comment, f"{key}: the comment does not say {bounds}"
-    for suffix, unit in (("_s", "Seconds"), ("_ms", "Milliseconds"), ("_bytes", "Bytes"), ("_days", "Days")):
+    for suffix, unit in (
+        ("_s", "Seconds"),
+        ("_ms", "Milliseconds"),
+        ("_mb", "MiB"),
+        ("_bytes", "Bytes"),
+        ("_days", "Days"),
+    ):
         if option.name.endswith(suffix) and not (suffix == "_s" and option.name.endswith("_ms")):
             assert unit in comment.replace("Bytes of JSON", "Bytes"), (
                 f"{key}: the comment does not say {unit}"
