@@ -142,14 +142,16 @@ class Keeper:
     def _rescue(self, conn: Connection) -> bool:
         jobs = self._cfg.jobs
         result = store.rescue(conn, BATCH, jobs.backoff_base_s, jobs.backoff_max_s, jobs.max_attempts)
-        if result.requeued or result.failed:
+        number = sum(map(len, result))
+        if number:
             log.warning(
                 "leases expired",
                 requeued=len(result.requeued),
                 failed=len(result.failed),
-                jobs=_some(result.requeued + result.failed),
+                cancelled=len(result.cancelled),
+                jobs=_some(result.requeued + result.failed + result.cancelled),
             )
-        return len(result.requeued) + len(result.failed) >= BATCH
+        return number >= BATCH
 
     def _fail_unknown(self, conn: Connection) -> bool:
         failed = store.fail_unknown(

@@ -5,8 +5,8 @@ one statement in autocommit, so it has happened or not; a deadlock or serialisat
 inside (``database.run``).
 
 Promises: every change of a claimed job names id and token and therefore changes nothing for a late
-owner; functions return the ids that were changed, so that the caller sees what it has lost; an outcome
-whose COMMIT got no answer may simply be recorded again. One bad row does not stop its batch.
+owner; functions return the ids that were changed, so that the caller sees what it has lost; a job that was
+asked to end is COMPLETED or CANCELLED after its attempt, never QUEUED or FAILED; an outcome whose COMMIT got no answer may simply be recorded again. One bad row does not stop its batch.
 
 How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise, with nothing changed.
 """
@@ -32,12 +32,15 @@ from aqd.hookspecs import HandlerInfo
 from aqd.job import JobRequest
 from aqd.store_read import (
     AttemptRow,
+    Cancelled,
     EnqueuedJob,
     FailedJobRow,
     Health,
+    JobFacts,
     JobFilter,
     JobRow,
     NodeRow,
+    cancel_job,
     get_attempts,
     get_job,
     health,
@@ -50,18 +53,23 @@ from aqd.store_read import (
 
 __all__ = [
     "AttemptRow",
+    "Cancelled",
     "Completion",
     "Connection",
     "EnqueuedJob",
     "FailedJobRow",
     "Failure",
     "Health",
+    "JobFacts",
     "JobFilter",
     "JobRow",
+    "Lease",
     "NodeRow",
     "NodeState",
+    "Progress",
     "Release",
     "RescueResult",
+    "cancel_job",
     "connect",
     "declare_handlers",
     "enqueue",
@@ -83,11 +91,14 @@ __all__ = [
     "renew",
     "rescue",
     "retry_job",
+    "store_progress",
 ]
 
 # Bounds on what a failure may store, in characters.
 MAX_ERROR: Final = 8_192
 MAX_TRACEBACK: Final = 65_536
+MAX_OUTPUT: Final = 65_536
+MAX_PROGRESS: Final = 1_000
 _DAYS_AHEAD: Final = 7
 
 
@@ -95,7 +106,8 @@ Pair = tuple[int, int]  # (job id, lease token)
 
 
 class Completion(NamedTuple):
-    """A job that completed ``age_s`` seconds ago. ``result`` is JSON text or None."""
+    """A job that completed ``age_s`` seconds ago. ``result`` is JSON text or None, ``output`` what it printed
+    (the end is kept)."""
 
     id: int
     token: int
@@ -104,11 +116,14 @@ class Completion(NamedTuple):
     wall_s: float | None = None
     cpu_s: float | None = None
     peak_kb: int | None = None
+    output: str | None = None
 
 
 class Failure(NamedTuple):
-    """An attempt that ended badly ``age_s`` seconds ago. ``kind`` is failed, crashed, timed_out or lost;
-    ``retry_in_s`` None means: no further attempt, FAILED."""
+    """An attempt that ended badly ``age_s`` seconds ago. ``kind`` is failed, crashed, timed_out, lost or
+    cancelled (the job is CANCELLED, as it is with any other kind once it was asked to end);
+    ``retry_in_s`` None means: no further attempt, FAILED, with ``final_error`` (None: ``error``) in its
+    record. ``reason`` is machine-readable, "" for none."""
 
     id: int
     token: int
@@ -122,23 +137,46 @@ class Failure(NamedTuple):
     peak_kb: int | None = None
     signal: int | None = None
     exit_code: int | None = None
+    reason: str = ""
+    output: str | None = None
+    final_error: str | None = None
 
 
 class Release(NamedTuple):
-    """A job given back with its attempt. ``interrupted``: it had been started."""
+    """A job given back with its attempt. ``interrupted``: it had been started; ``reason`` is for people,
+    ``reason_code`` machine-readable."""
 
     id: int
     token: int
     interrupted: bool
     reason: str
     age_s: float
+    reason_code: str = "drain"
+
+
+class Lease(NamedTuple):
+    """A lease that is still ours. ``extended`` False: somebody else has locked the row.
+    ``cancelled``: the job was asked to end."""
+
+    extended: bool
+    cancelled: bool
+
+
+class Progress(NamedTuple):
+    """What a handler says about how far it is."""
+
+    id: int
+    token: int
+    percent: float | None
+    message: str
 
 
 class RescueResult(NamedTuple):
-    """Ids of jobs whose lease had expired."""
+    """Ids of jobs whose lease had expired, by what became of them."""
 
     requeued: list[int]
     failed: list[int]
+    cancelled: list[int]
 
 
 class NodeState(NamedTuple):
@@ -194,30 +232,59 @@ def enqueue(conn: Connection, request: JobRequest) -> EnqueuedJob:
 # --- leases ---------------------------------------------------------------------------------------
 
 
-def renew(conn: Connection, pairs: Sequence[Pair], lease_s: float) -> dict[Pair, bool]:
-    """Extend the leases of these (id, token); returns those that are still ours, and whether they were
-    extended: a row that somebody else has locked is not waited for."""
+def renew(conn: Connection, pairs: Sequence[Pair], lease_s: float) -> dict[Pair, Lease]:
+    """Extend the leases of these (id, token); returns those that are still ours.
+
+    A row that somebody else has locked is not waited for.
+    """
     if not pairs:
         return {}
-    kept = dict.fromkeys(_pairs(conn, "renew_leases", pairs, lease_s=lease_s), True)
+    kept = _leases(conn, "renew_leases", pairs, extended=True, lease_s=lease_s)
     if missing := [pair for pair in pairs if pair not in kept]:
-        kept |= dict.fromkeys(_pairs(conn, "still_held", missing), False)
+        kept |= _leases(conn, "still_held", missing, extended=False)
     return kept
 
 
-def _pairs(conn: Connection, statement: str, pairs: Sequence[Pair], **params: float) -> list[Pair]:
+def _leases(
+    conn: Connection, statement: str, pairs: Sequence[Pair], *, extended: bool, **params: float
+) -> dict[Pair, Lease]:
     ids, tokens = int_array(id for id, _ in pairs), int_array(token for _, token in pairs)
-    return [(row[0], row[1]) for row in run(conn, statement, ids=ids, tokens=tokens, **params)]
+    rows = run(conn, statement, ids=ids, tokens=tokens, **params)
+    return {(id, token): Lease(extended, cancelled) for id, token, cancelled in rows}
 
 
-def release(conn: Connection, releases: Iterable[Release], max_interruptions: int) -> set[int]:
-    """Give jobs back with their attempt; returns the ids that were ours.
+def store_progress(conn: Connection, entries: Iterable[Progress]) -> set[int]:
+    """Store the latest word of each job; returns the ids that were changed. The others are lost, or locked
+    by somebody else, which is not waited for."""
+    batch = _once(entries)
+    if not batch:
+        return set()
+    rows = run(
+        conn,
+        "store_progress",
+        ids=int_array(entry.id for entry in batch),
+        tokens=int_array(entry.token for entry in batch),
+        percents=float_array(_percent(entry.percent) for entry in batch),
+        messages=text_array(_clean(entry.message, MAX_PROGRESS) for entry in batch),
+    )
+    return {row[0] for row in rows}
 
-    A job interrupted more than ``max_interruptions`` times becomes FAILED.
+
+def _percent(value: float | None) -> float | None:
+    """Between 0 and 100, or None; NaN, too, is no progress. (Tiny numbers are none that a real holds.)"""
+    if value is None or value != value:
+        return None
+    return round(min(max(value, 0.0), 100.0), 3)
+
+
+def release(conn: Connection, releases: Iterable[Release], max_interruptions: int) -> dict[int, str]:
+    """Give jobs back with their attempt; returns the ids that were ours, each with its state afterwards.
+
+    A job interrupted more than ``max_interruptions`` times becomes FAILED, one that was asked to end CANCELLED.
     """
     batch = _once(releases)
     if not batch:
-        return set()
+        return {}
     rows = run(
         conn,
         "release_jobs",
@@ -225,15 +292,16 @@ def release(conn: Connection, releases: Iterable[Release], max_interruptions: in
         tokens=int_array(entry.token for entry in batch),
         interrupted=bool_array(entry.interrupted for entry in batch),
         reasons=text_array(_clean(entry.reason, MAX_ERROR) for entry in batch),
+        reason_codes=text_array(entry.reason_code or None for entry in batch),
         ages_s=float_array(entry.age_s for entry in batch),
         max_interruptions=max_interruptions,
     )
-    return {row[0] for row in rows}
+    return dict(rows)
 
 
 def reconcile(conn: Connection, node_id: str, held: Sequence[tuple[int, int]], older_than_s: float) -> int:
     """Return this node's PROCESSING jobs that are not among ``held`` and were claimed more than
-    ``older_than_s`` ago; gives their number."""
+    ``older_than_s`` ago (those that were asked to end are CANCELLED); gives their number."""
     rows = run(
         conn,
         "reconcile_node",
@@ -257,14 +325,17 @@ def rescue(
         backoff_max_s=float(backoff_max_s),
         default_max_attempts=default_max_attempts,
     )
-    return RescueResult(
-        [id for id, exhausted in rows if not exhausted], [id for id, exhausted in rows if exhausted]
-    )
+    after = {
+        state: [id for id, became in rows if became == state] for state in ("QUEUED", "FAILED", "CANCELLED")
+    }
+    return RescueResult(after["QUEUED"], after["FAILED"], after["CANCELLED"])
 
 
 # --- outcomes -------------------------------------------------------------------------------------
 
-_Entry = TypeVar("_Entry", Completion, Failure, Release)
+_Entry = TypeVar("_Entry", Completion, Failure, Release, Progress)
+# What a statement has changed: ids, each with its job's state afterwards.
+_Changed = dict[int, str]
 
 
 def record_completed(conn: Connection, completions: Iterable[Completion]) -> set[int]:
@@ -272,24 +343,25 @@ def record_completed(conn: Connection, completions: Iterable[Completion]) -> set
 
     A result that PostgreSQL cannot store makes that one job FAILED, with the reason.
     """
-    return _record(conn, _once(completions), _write_completed, "find_completed", _unstorable_result)
+    return set(_record(conn, _once(completions), _write_completed, "find_completed", _unstorable_result))
 
 
-def record_failed(conn: Connection, failures: Iterable[Failure]) -> set[int]:
-    """Write failed attempts down; returns the ids that are recorded, now or by an earlier try."""
+def record_failed(conn: Connection, failures: Iterable[Failure]) -> dict[int, str]:
+    """Write failed attempts down; returns the ids that are recorded, each with its job's state after that:
+    QUEUED, FAILED, CANCELLED, or "" where an earlier try has recorded it."""
     return _record(conn, _once(failures), _write_failed, "find_attempts", _unstorable_failure)
 
 
 def _record(
     conn: Connection,
     batch: list[_Entry],
-    write: Callable[[Connection, list[_Entry]], set[int]],
+    write: Callable[[Connection, list[_Entry]], _Changed],
     find: str,
-    set_aside: Callable[[Connection, _Entry, psycopg.Error], set[int]],
-) -> set[int]:
+    set_aside: Callable[[Connection, _Entry, psycopg.Error], _Changed],
+) -> _Changed:
     """Write a batch; split it where a row is refused; look up what was not found."""
     if not batch:
-        return set()
+        return {}
     try:
         done = write(conn, batch)
     except (psycopg.DataError, psycopg.IntegrityError, psycopg.errors.ProgramLimitExceeded) as error:
@@ -309,12 +381,12 @@ def _record(
             ids=int_array(entry.id for entry in missing),
             tokens=int_array(entry.token for entry in missing),
         )
-        done |= {row[0] for row in rows}
+        done |= {row[0]: "" for row in rows}
     return done
 
 
-def _write_completed(conn: Connection, batch: list[Completion]) -> set[int]:
-    def write() -> set[int]:
+def _write_completed(conn: Connection, batch: list[Completion]) -> _Changed:
+    def write() -> _Changed:
         rows = run(
             conn,
             "record_completed",
@@ -325,8 +397,9 @@ def _write_completed(conn: Connection, batch: list[Completion]) -> set[int]:
             walls_s=float_array([entry.wall_s for entry in batch]),
             cpus_s=float_array([entry.cpu_s for entry in batch]),
             peaks_kb=int_array([entry.peak_kb for entry in batch]),
+            outputs=text_array([_clean_output(entry.output) for entry in batch]),
         )
-        return {row[0] for row in rows}
+        return {row[0]: "COMPLETED" for row in rows}
 
     try:
         return write()
@@ -343,7 +416,7 @@ def create_partitions(conn: Connection) -> list[str]:
     return [row[0] for row in run(conn, "create_history_partitions", days_ahead=_DAYS_AHEAD)]
 
 
-def _unstorable_result(conn: Connection, entry: Completion, error: psycopg.Error) -> set[int]:
+def _unstorable_result(conn: Connection, entry: Completion, error: psycopg.Error) -> _Changed:
     reason = " ".join(filter(None, (error.diag.message_primary, error.diag.message_detail))) or str(error)
     failure = Failure(
         id=entry.id,
@@ -356,11 +429,13 @@ def _unstorable_result(conn: Connection, entry: Completion, error: psycopg.Error
         wall_s=entry.wall_s,
         cpu_s=entry.cpu_s,
         peak_kb=entry.peak_kb,
+        reason="result",
+        output=entry.output,
     )
     return record_failed(conn, [failure])
 
 
-def _write_failed(conn: Connection, batch: list[Failure]) -> set[int]:
+def _write_failed(conn: Connection, batch: list[Failure]) -> _Changed:
     rows = run(
         conn,
         "record_failed",
@@ -376,16 +451,20 @@ def _write_failed(conn: Connection, batch: list[Failure]) -> set[int]:
         peaks_kb=int_array([entry.peak_kb for entry in batch]),
         signals=int_array([entry.signal for entry in batch]),
         exit_codes=int_array([entry.exit_code for entry in batch]),
+        reasons=text_array([_clean(entry.reason, MAX_ERROR) or None for entry in batch]),
+        outputs=text_array([_clean_output(entry.output) for entry in batch]),
+        final_errors=text_array([_clean(entry.final_error, MAX_ERROR) for entry in batch]),
     )
-    return {row[0] for row in rows}
+    return dict(rows)
 
 
-def _unstorable_failure(conn: Connection, entry: Failure, error: psycopg.Error) -> set[int]:
+def _unstorable_failure(conn: Connection, entry: Failure, error: psycopg.Error) -> _Changed:
     """Nothing in a failure may keep it from being written: what is left is id, token and decision."""
     bare = entry._replace(
         error=f"the failure could not be stored as reported: {error.diag.message_primary}",
         traceback=None,
-        kind="failed",
+        kind="cancelled" if entry.kind == "cancelled" else "failed",
+        output=None,
         wall_s=None,
         cpu_s=None,
         peak_kb=None,
@@ -403,6 +482,15 @@ def _clean(text: str | None, limit: int) -> str | None:
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    return _escape(text)
+
+
+def _clean_output(text: str | None) -> str | None:
+    """What a job has printed, as PostgreSQL takes it: only the end of a long one, where it says how it ended."""
+    return text and _escape(text[-MAX_OUTPUT:])[-MAX_OUTPUT:]
+
+
+def _escape(text: str) -> str:
     if "\0" in text:
         text = text.replace("\0", "\\0")
     if not text.isascii():

@@ -1,4 +1,4 @@
-"""Reading, for the API and the command line, and the retry by hand.
+"""Reading, for the API and the command line, and what is done by hand: retry and cancel.
 
 Used through ``aqd.store``. Each function is one statement (``get_job`` up to three), on the caller's
 connection, bounded by its ``statement_timeout``. Moments are aware datetimes in UTC, JSON is text.
@@ -19,7 +19,7 @@ _LIVE_STATES: Final = frozenset({"QUEUED", "PROCESSING", "FAILED"})
 
 
 class JobRow(NamedTuple):
-    """A job, live or finished. ``payload`` and ``result`` are JSON text, None in lists."""
+    """A job, live or finished. ``payload`` and ``result`` are JSON text; they and ``output`` are None in lists."""
 
     id: int
     state: str
@@ -43,6 +43,10 @@ class JobRow(NamedTuple):
     wall_s: float | None
     cpu_s: float | None
     peak_kb: int | None
+    cancel_requested_at: datetime | None
+    progress_percent: float | None
+    progress_message: str | None
+    output: str | None
 
 
 class JobFilter(NamedTuple):
@@ -83,6 +87,7 @@ class FailedJobRow(NamedTuple):
     resolved_at: datetime | None
     resolution: str | None
     state: str | None
+    reason: str | None
 
 
 class AttemptRow(NamedTuple):
@@ -101,6 +106,24 @@ class AttemptRow(NamedTuple):
     peak_kb: int | None
     node_id: str | None
     output: str | None
+    reason: str | None
+
+
+class Cancelled(NamedTuple):
+    """What cancelling answers. ``state`` PROCESSING: asked to end, its node was told."""
+
+    id: int
+    state: str
+    cancel_requested_at: datetime | None
+    finished_at: datetime | None
+
+
+class JobFacts(NamedTuple):
+    """What the recorder must know of a job that it has not claimed itself."""
+
+    type: str
+    max_attempts: int | None
+    crashes: int
 
 
 class NodeRow(NamedTuple):
@@ -171,6 +194,21 @@ def retry_job(conn: Connection, id: int) -> EnqueuedJob:
     raise ConflictError(f"job {id} is {job.state}; only a FAILED job can be retried")
 
 
+def cancel_job(conn: Connection, id: int) -> Cancelled:
+    """End a job: at once if it waits, by its node if it runs; one that has ended stays as it is.
+
+    Raises :class:`NotFoundError`. Repeating it is harmless. The state is the one of a look afterwards, so a
+    job that ended in between is already told as ended.
+    """
+    state: str | None = run(conn, "cancel_job", id=id)[0][0]
+    if state is None:
+        raise NotFoundError(f"there is no job {id}")
+    job = get_job(conn, id)
+    if job is None:  # pruned in between
+        return Cancelled(id, state, None, None)
+    return Cancelled(id, job.state, job.cancel_requested_at, job.finished_at)
+
+
 def list_failed(
     conn: Connection, cursor: int | None = None, limit: int = 100, *, resolved: bool = False
 ) -> list[FailedJobRow]:
@@ -185,9 +223,9 @@ def get_attempts(conn: Connection, id: int) -> list[AttemptRow]:
     return [AttemptRow._make(row) for row in run(conn, "get_attempts", job_id=id)]
 
 
-def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, tuple[str, int | None]]:
-    """Type and own bound on attempts of live jobs, by id."""
-    return {row[0]: (row[1], row[2]) for row in run(conn, "job_facts", ids=int_array(ids))}
+def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, JobFacts]:
+    """Type, own bound on attempts, and crashes so far of live jobs, by id."""
+    return {row[0]: JobFacts._make(row[1:]) for row in run(conn, "job_facts", ids=int_array(ids))}
 
 
 def list_nodes(conn: Connection) -> list[NodeRow]:

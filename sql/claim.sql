@@ -49,7 +49,8 @@ with lane as (
         claimed_at = now(),
         lease_token = :token::bigint,
         lease_expires_at = now() + :lease_s::double precision * interval '1 second',
-        node_id = :node_id::text
+        node_id = :node_id::text,
+        progress_at = null, progress_percent = null, progress_message = null
     where j.id = any(array(select p.id from picked p))
     returning j.id, j.lease_token, j.type, j.queue, j.priority, j.payload::text as payload, j.attempt,
               j.max_attempts, j.timeout_s,

@@ -1,11 +1,12 @@
--- Looking, and the one change that is made by hand.
+-- Looking, and the two changes that are made by hand.
 
 -- name: get_job_live :one
 -- Index: primary key.
 select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text as result, j.attempt,
        j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
        j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
-       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb
+       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
+       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output
 from aqd.jobs j
 where j.id = :id::bigint
 
@@ -14,7 +15,8 @@ where j.id = :id::bigint
 -- Index: the primary key of each partition.
 select h.id, h.state, h.type, h.queue, h.priority, h.payload::text, h.result::text, h.attempt,
        h.max_attempts, h.timeout_s, h.run_at, h.created_at, h.claimed_at, h.finished_at,
-       null::text as last_error, h.node_id, h.crashes, h.interruptions, h.retries, h.wall_s, h.cpu_s, h.peak_kb
+       null::text as last_error, h.node_id, h.crashes, h.interruptions, h.retries, h.wall_s, h.cpu_s, h.peak_kb,
+       h.cancel_requested_at, null::real as progress_percent, null::text as progress_message, h.output
 from aqd.job_history h
 where h.id = :id::bigint
   and h.finished_at > coalesce(now() - :within_s::double precision * interval '1 second', '-infinity')
@@ -22,12 +24,13 @@ limit 1
 
 -- name: list_jobs :many fresh
 -- Newest first by id, over live jobs and history. Filters that are null vanish, because the statement
--- is planned with its values (fresh). Without payload and result: a page of large ones would fill the reader's
--- memory. For a queue history has no index: bounded by time.
+-- is planned with its values (fresh). Without payload, result and output: a page of large ones would fill
+-- the reader's memory. For a queue history has no index: bounded by time.
 -- Index: primary keys, merged in id order; job_history_type_id where a type is given.
 select a.id, a.state, a.type, a.queue, a.priority, null::text as payload, null::text as result, a.attempt,
        a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
-       a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb
+       a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb,
+       a.cancel_requested_at, a.progress_percent, a.progress_message, null::text as output
 from aqd.all_jobs a
 where (:before::bigint is null or a.id < :before::bigint)
   and (:state::text is null or a.state = :state::text)
@@ -44,7 +47,8 @@ limit :limit::bigint
 select j.id, j.state, j.type, j.queue, j.priority, null::text as payload, null::text as result, j.attempt,
        j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
        j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
-       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb
+       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
+       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output
 from aqd.jobs j
 where (:before::bigint is null or j.id < :before::bigint)
   and j.state = :state::text
@@ -60,7 +64,8 @@ limit :limit::bigint
 with changed as (
     update aqd.jobs j
     set state = 'QUEUED', run_at = now(), attempt = 0, crashes = 0, interruptions = 0, last_error = null,
-        claimed_at = null, retries = j.retries + 1
+        claimed_at = null, retries = j.retries + 1, cancel_requested_at = null,
+        progress_at = null, progress_percent = null, progress_message = null
     where j.id = :id::bigint and j.state = 'FAILED'
     returning j.id, j.state, j.run_at, j.created_at, j.queue
 ), marked as (
@@ -70,11 +75,17 @@ with changed as (
 )
 select c.id, c.state, c.run_at, c.created_at, c.queue from changed c where (select aqd.wake()) is not null
 
+-- name: cancel_job :one
+-- The function decides everything (migration 0002); null: there is no such job. Its writes are not visible to the
+-- statement that calls it: what else there is to say about the job is asked afterwards.
+-- Index: primary key; for finished jobs the primary key of each partition.
+select aqd.cancel(:id::bigint)
+
 -- name: list_failed :many fresh
 -- Dead-letter records, newest first; by default the open ones.
 -- Index: primary key of failed_jobs; primary key of jobs.
 select f.id, f.job_id, f.type, f.queue, f.kind, f.error, f.traceback, f.attempts, f.failures, f.failed_at,
-       f.retried_at, f.resolved_at, f.resolution, j.state
+       f.retried_at, f.resolved_at, f.resolution, j.state, f.reason
 from aqd.failed_jobs f
 left join aqd.jobs j on j.id = f.job_id
 where (:before::bigint is null or f.id < :before::bigint)
@@ -86,7 +97,7 @@ limit :limit::bigint
 -- Attempts that did not complete, oldest first.
 -- Index: job_attempts' primary key.
 select a.attempt, a.kind, a.error, a.traceback, a.signal, a.exit_code, a.started_at, a.finished_at,
-       a.wall_s, a.cpu_s, a.peak_kb, a.node_id, a.output
+       a.wall_s, a.cpu_s, a.peak_kb, a.node_id, a.output, a.reason
 from aqd.job_attempts a
 where a.job_id = :job_id::bigint
 order by a.id
@@ -106,6 +117,6 @@ order by n.name, n.node_id
 -- name: job_facts :many
 -- What the recorder must know about a job that it has not claimed itself (a predecessor's).
 -- Index: primary key.
-select j.id, j.type, j.max_attempts
+select j.id, j.type, j.max_attempts, j.crashes
 from aqd.jobs j
 where j.id = any(:ids::bigint[])

@@ -107,7 +107,7 @@ with condemned as materialized (
            format('no node knows the type "%s"; is the plugin missing, or the name misspelt?', l.type)
     from locked l
     on conflict (job_id) where resolved_at is null do update
-    set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
+    set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind, reason = null,
         error = excluded.error, traceback = null, failures = f.failures + 1
 )
 select c.id, c.type from changed c

@@ -25,67 +25,96 @@ with locked as materialized (
 update aqd.jobs j
 set lease_expires_at = now() + :lease_s::double precision * interval '1 second'
 where j.id = any(array(select l.id from locked l))
-returning j.id, j.lease_token
+returning j.id, j.lease_token, j.cancel_requested_at is not null
 
 -- name: still_held :many
 -- Which of the leases that were not renewed are still ours: somebody had locked their rows.
 -- Index: primary key.
-select held.id, held.lease_token
+select held.id, held.lease_token, held.cancelled
 from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
 cross join lateral (
-    select j.id, j.lease_token from aqd.jobs j where j.id = i.id and j.lease_token = i.token offset 0
+    select j.id, j.lease_token, j.cancel_requested_at is not null as cancelled from aqd.jobs j where j.id = i.id and j.lease_token = i.token offset 0
 ) as held
+
+-- name: store_progress :many fresh
+-- What handlers say about how far they are. As a renewal: HOT, and rows in other hands are passed over.
+-- Index: primary key.
+with locked as materialized (
+    select held.id, i.percent, i.message
+    from (
+        select u.*
+        from unnest(:ids::bigint[], :tokens::bigint[], :percents::real[], :messages::text[])
+             as u(id, token, percent, message)
+        order by u.id
+    ) as i
+    cross join lateral (
+        select j.id from aqd.jobs j where j.id = i.id and j.lease_token = i.token
+        for no key update skip locked
+    ) as held
+)
+update aqd.jobs j
+set progress_percent = l.percent, progress_message = l.message, progress_at = now()
+from locked l
+where j.id = l.id
+returning j.id
 
 -- name: release_jobs :many fresh
 -- Back to QUEUED with the attempt returned; run_at stays, so that the job keeps its place. Interrupted
 -- ones (started, then stopped by us) are counted by themselves, and beyond the bound FAILED: without
--- it a job that never survives a drain would run for ever.
+-- it a job that never survives a drain would run for ever. CANCELLED where the job was asked to end
+-- (outcome.sql); a cancelled attempt that had begun is no interruption. Gives the state after.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select held.*, i.interrupted, i.reason,
+    select held.*, i.interrupted and not held.cancelled as interrupted, i.interrupted as begun, i.reason, i.reason_code,
            now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
-           i.interrupted and held.interruptions >= :max_interruptions::integer as exhausted
+           i.interrupted and not held.cancelled and held.interruptions >= :max_interruptions::integer as exhausted
     from (
         select u.*
         from unnest(:ids::bigint[], :tokens::bigint[], :interrupted::boolean[], :reasons::text[],
-                    :ages_s::double precision[]) as u(id, token, interrupted, reason, age_s)
+                    :reason_codes::text[], :ages_s::double precision[])
+             as u(id, token, interrupted, reason, reason_code, age_s)
         order by u.id
     ) as i
     cross join lateral (
-        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue, j.interruptions
+        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue, j.interruptions,
+               j.cancel_requested_at is not null as cancelled
         from aqd.jobs j where j.id = i.id and j.lease_token = i.token
         for no key update
     ) as held
 ), changed as (
     update aqd.jobs j
     set state = case when l.exhausted then 'FAILED' else 'QUEUED' end,
-        attempt = case when l.exhausted then j.attempt else greatest(j.attempt - 1, 0) end,
+        attempt = case when l.exhausted or l.begun and l.cancelled then j.attempt
+                       else greatest(j.attempt - 1, 0) end,
         interruptions = j.interruptions + l.interrupted::integer,
         last_error = case when l.interrupted then l.reason else j.last_error end,
         claimed_at = null, lease_token = null, lease_expires_at = null, node_id = null
     from locked l
     where j.id = l.id
-    returning j.id
+    returning j.id, case when l.cancelled then 'CANCELLED' else j.state end as state
 ), noted as (
-    insert into aqd.job_attempts (job_id, attempt, kind, error, started_at, finished_at, node_id, lease_token)
-    select l.id, l.attempt, 'interrupted', l.reason, l.claimed_at, l.finished_at, l.node_id, l.lease_token
+    insert into aqd.job_attempts (job_id, attempt, kind, reason, error, started_at, finished_at, node_id,
+                                  lease_token)
+    select l.id, l.attempt, case when l.cancelled then 'cancelled' else 'interrupted' end, l.reason_code,
+           l.reason, l.claimed_at, l.finished_at, l.node_id, l.lease_token
     from locked l
-    where l.interrupted
+    where l.begun
 ), dead as (
-    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error)
-    select l.id, now(), l.attempt, l.type, l.queue, 'interrupted',
+    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, reason, error)
+    select l.id, now(), l.attempt, l.type, l.queue, 'interrupted', l.reason_code,
            format('interrupted more than %s times; the last time: %s', :max_interruptions::integer, l.reason)
     from locked l
     where l.exhausted
     on conflict (job_id) where resolved_at is null do update
     set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
-        error = excluded.error, traceback = null, failures = f.failures + 1
+        reason = excluded.reason, error = excluded.error, traceback = null, failures = f.failures + 1
 )
-select c.id from changed c where (select aqd.wake()) is not null
+select c.id, c.state from changed c where (select aqd.wake()) is not null
 
 -- name: reconcile_node :many
 -- Jobs that this node holds in the database but not in its hands: claimed by a dispatcher that died
 -- before it could tell anybody. Younger claims are left alone, their owner may be just about to know.
+-- CANCELLED where the job was asked to end (outcome.sql).
 -- Index: jobs_running.
 with held as materialized (
     select h.id, h.token from unnest(:ids::bigint[], :tokens::bigint[]) as h(id, token)
@@ -113,10 +142,12 @@ select c.id from changed c where (select aqd.wake()) is not null
 -- claimed afresh in between is skipped or fails the condition, which is evaluated again on the row's
 -- newest version when its lock is taken. The attempt stays counted (a job that kills its node must
 -- end some time); the delay is drawn between the base and the exponential bound (full jitter).
+-- CANCELLED where the job was asked to end (outcome.sql). Gives the state after.
 -- Index: jobs_running; then the primary keys of jobs and handlers; failed_jobs_open.
 with locked as materialized (
     select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue,
-           j.attempt >= coalesce(
+           j.cancel_requested_at is not null as cancelled,
+           j.cancel_requested_at is null and j.attempt >= coalesce(
                j.max_attempts,
                (select h.max_attempts from aqd.handlers h where h.type = j.type),
                :default_max_attempts::integer) as exhausted,
@@ -138,18 +169,20 @@ with locked as materialized (
         claimed_at = null, lease_token = null, lease_expires_at = null, node_id = null
     from locked l
     where j.id = l.id and j.lease_token = l.lease_token
-    returning j.id, l.exhausted
+    returning j.id, case when l.cancelled then 'CANCELLED' else j.state end as state
 ), noted as (
-    insert into aqd.job_attempts (job_id, attempt, kind, error, started_at, finished_at, node_id, lease_token)
-    select l.id, l.attempt, 'lost', l.reason, l.claimed_at, now(), l.node_id, l.lease_token
+    insert into aqd.job_attempts (job_id, attempt, kind, reason, error, started_at, finished_at, node_id,
+                                  lease_token)
+    select l.id, l.attempt, case when l.cancelled then 'cancelled' else 'lost' end, 'lease', l.reason,
+           l.claimed_at, now(), l.node_id, l.lease_token
     from locked l
 ), dead as (
-    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error)
-    select l.id, now(), l.attempt, l.type, l.queue, 'lost', l.reason
+    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, reason, error)
+    select l.id, now(), l.attempt, l.type, l.queue, 'lost', 'lease', l.reason
     from locked l
     where l.exhausted
     on conflict (job_id) where resolved_at is null do update
     set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
-        error = excluded.error, traceback = null, failures = f.failures + 1
+        reason = excluded.reason, error = excluded.error, traceback = null, failures = f.failures + 1
 )
-select c.id, c.exhausted from changed c
+select c.id, c.state from changed c

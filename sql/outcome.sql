@@ -1,20 +1,27 @@
 -- Writing outcomes down. In the two shapes of lease.sql, and never with the state in a condition: with
 -- state = 'PROCESSING' the planner may take jobs_running, full of dead entries.
+--
+-- A job that was asked to end (cancel_requested_at) is never QUEUED or FAILED again: the trigger jobs_cancelled
+-- (migration 0002) moves it to history as CANCELLED at the end of whatever statement writes one of the two.
+-- What is left to do here and in lease.sql is to call the attempt cancelled, open no failed_jobs record,
+-- and say so to the caller.
 
 -- name: record_completed :many
 -- Lock, insert into history, delete from jobs: one statement, so that a job is in exactly one of the two
 -- whatever happens. A bad row or a missing partition leaves all of them PROCESSING. History is filled from
 -- the locked rows themselves (their newest versions), so that nothing is joined a second time: that would be
 -- a nested loop over all pairs. A failed_jobs record can be open only if the job was retried by hand.
+-- COMPLETED also where the job was asked to end: the work was done.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select held.*, i.result, i.wall_s, i.cpu_s, i.peak_kb,
+    select held.*, i.result, i.output, i.wall_s, i.cpu_s, i.peak_kb,
            now() - least(greatest(i.age_s, 0), 86400) * interval '1 second' as finished_at
     from (
         select u.*
         from unnest(:ids::bigint[], :tokens::bigint[], :results::text[], :ages_s::double precision[],
-                    :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[])
-             as u(id, token, result, age_s, wall_s, cpu_s, peak_kb)
+                    :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[],
+                    :outputs::text[])
+             as u(id, token, result, age_s, wall_s, cpu_s, peak_kb, output)
         order by u.id
     ) as i
     cross join lateral (
@@ -24,10 +31,10 @@ with locked as materialized (
     insert into aqd.job_history (
         id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
         max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
-        payload, result)
+        payload, result, cancel_requested_at, output)
     select l.id, l.finished_at, l.run_at, l.created_at, l.claimed_at, l.lease_token, l.timeout_s, l.wall_s,
            l.cpu_s, l.peak_kb, l.max_attempts, l.attempt, l.crashes, l.interruptions, l.retries, l.priority,
-           'COMPLETED', l.type, l.queue, l.node_id, l.payload, l.result::jsonb
+           'COMPLETED', l.type, l.queue, l.node_id, l.payload, l.result::jsonb, l.cancel_requested_at, l.output
     from locked l
 ), resolved as (
     update aqd.failed_jobs f
@@ -47,29 +54,33 @@ from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
 cross join lateral (
     select h.id
     from aqd.job_history h
-    where h.id = i.id and h.lease_token = i.token and h.finished_at > now() - interval '2 days'
+    where h.id = i.id and h.lease_token = i.token and h.state = 'COMPLETED' and h.finished_at > now() - interval '2 days'
     limit 1
 ) as h
 
 -- name: record_failed :many fresh
 -- A failed attempt: QUEUED again after retry_in_s, or FAILED where that is null. The FAILED row stays
--- in jobs, to be retried by hand, and gets a failed_jobs record.
+-- in jobs, to be retried by hand, and gets a failed_jobs record, with final_error instead of error where
+-- that is given. CANCELLED where the job was asked to end, or the attempt's kind says so. Gives the state after.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select held.*, i.kind, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal,
-           i.exit_code, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at
+    select held.*, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal, i.exit_code,
+           i.reason, i.output, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
+           case when held.cancel_requested_at is not null then 'cancelled' else i.kind end as kind,
+           case when i.retry_in_s is null then coalesce(i.final_error, i.error) else i.error end as last_error
     from (
         select u.*
         from unnest(:ids::bigint[], :tokens::bigint[], :kinds::text[], :errors::text[], :tracebacks::text[],
                     :retries_in_s::double precision[], :ages_s::double precision[],
                     :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[],
-                    :signals::integer[], :exit_codes::integer[])
+                    :signals::integer[], :exit_codes::integer[], :reasons::text[], :outputs::text[],
+                    :final_errors::text[])
              as u(id, token, kind, error, traceback, retry_in_s, age_s, wall_s, cpu_s, peak_kb, signal,
-                  exit_code)
+                  exit_code, reason, output, final_error)
         order by u.id
     ) as i
     cross join lateral (
-        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue
+        select j.id, j.attempt, j.node_id, j.claimed_at, j.lease_token, j.type, j.queue, j.cancel_requested_at
         from aqd.jobs j where j.id = i.id and j.lease_token = i.token
         for no key update
     ) as held
@@ -79,33 +90,38 @@ with locked as materialized (
         run_at = case when l.retry_in_s is null then j.run_at
                       else now() + greatest(l.retry_in_s, 0) * interval '1 second' end,
         crashes = j.crashes + (l.kind = 'crashed')::integer,
-        last_error = left(l.error, 1000),
+        last_error = left(l.last_error, 1000),
+        cancel_requested_at = case when l.kind = 'cancelled' then coalesce(j.cancel_requested_at, now()) end,
         claimed_at = null, lease_token = null, lease_expires_at = null, node_id = null
     from locked l
     where j.id = l.id
-    returning j.id
+    returning j.id, case when j.cancel_requested_at is null then j.state else 'CANCELLED' end as state
 ), noted as (
     insert into aqd.job_attempts (job_id, attempt, kind, error, traceback, signal, exit_code,
-                                  started_at, finished_at, wall_s, cpu_s, peak_kb, node_id, lease_token)
+                                  started_at, finished_at, wall_s, cpu_s, peak_kb, node_id, lease_token,
+                                  reason, output)
     select l.id, l.attempt, l.kind, l.error, l.traceback, l.signal, l.exit_code,
            coalesce(l.finished_at - l.wall_s * interval '1 second', l.claimed_at), l.finished_at,
-           l.wall_s, l.cpu_s, l.peak_kb, l.node_id, l.lease_token
+           l.wall_s, l.cpu_s, l.peak_kb, l.node_id, l.lease_token, l.reason, l.output
     from locked l
 ), dead as (
-    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, error, traceback)
-    select l.id, now(), l.attempt, l.type, l.queue, l.kind, l.error, l.traceback
+    insert into aqd.failed_jobs as f (job_id, failed_at, attempts, type, queue, kind, reason, error, traceback)
+    select l.id, now(), l.attempt, l.type, l.queue, l.kind, l.reason, l.last_error, l.traceback
     from locked l
-    where l.retry_in_s is null
+    where l.retry_in_s is null and l.kind <> 'cancelled'
     on conflict (job_id) where resolved_at is null do update
     set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
-        error = excluded.error, traceback = excluded.traceback, failures = f.failures + 1
+        reason = excluded.reason, error = excluded.error, traceback = excluded.traceback,
+        failures = f.failures + 1
 )
-select c.id from changed c
+select c.id, c.state from changed c
 
 -- name: find_attempts :many
--- The same question as find_completed, for attempts that did not complete. "lost" was written by rescue:
--- then the lease is lost, and what its owner has to say comes too late.
+-- The same question as find_completed, for attempts that did not complete. What rescue has written ("lost",
+-- or "cancelled" with the reason "lease") is no answer: what the owner has to say comes too late.
 -- Index: job_attempts' primary key.
 select i.id
 from unnest(:ids::bigint[], :tokens::bigint[]) as i(id, token)
-where exists (select from aqd.job_attempts a where a.job_id = i.id and a.lease_token = i.token and a.kind <> 'lost')
+where exists (
+    select from aqd.job_attempts a
+    where a.job_id = i.id and a.lease_token = i.token and a.kind <> 'lost' and a.reason is distinct from 'lease')

@@ -124,6 +124,7 @@ HOT = {
         "walls_s": _array("1"),
         "cpus_s": _array("1"),
         "peaks_kb": _array("1"),
+        "outputs": _array("x"),
     },
     "record_failed": {
         "kinds": _array("failed"),
@@ -136,14 +137,19 @@ HOT = {
         "peaks_kb": _array("1"),
         "signals": _array("NULL"),
         "exit_codes": _array("NULL"),
+        "reasons": _array("exception"),
+        "outputs": _array("x"),
+        "final_errors": _array("NULL"),
     },
     "release_jobs": {
         "interrupted": _array("f"),
         "reasons": _array("x"),
+        "reason_codes": _array("drain"),
         "ages_s": _array("0"),
         "max_interruptions": "3",
     },
     "renew_leases": {"lease_s": "30"},
+    "store_progress": {"percents": _array("50"), "messages": _array("x")},
 }
 
 
