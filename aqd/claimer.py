@@ -2,7 +2,8 @@
 
 It owns the node's LISTEN connection. Between claims it sleeps until a NOTIFY, the poll interval, the moment
 at which the next job falls due, or the main thread's wish. A notification is a hint: it means "look", never
-"this job"; with notifications off, or lost, the poll interval covers everything.
+"this job"; with notifications off, or lost, the poll interval covers everything. That a job of this node was
+cancelled is told over the same connection; without it the next renewal says so.
 
 Order on the way to sleep: announce it (from then on enqueuers notify), look once more, then look again with
 growing pauses until the transactions that were writing jobs meanwhile have ended: their rows became visible
@@ -21,7 +22,7 @@ from collections.abc import Callable
 import psycopg
 
 from aqd import log
-from aqd.claims import CHANNEL, ClaimBook, ClaimedJob, Sleeper
+from aqd.claims import CANCEL_CHANNEL, CHANNEL, ClaimBook, ClaimedJob, Sleeper
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
@@ -43,7 +44,7 @@ REFUSED_PAUSE_S = 1.0
 
 class Claimer(threading.Thread):
     """``deliver(jobs, asked_ns)`` hands claimed jobs to the main thread; ``asked_ns`` is the boot time
-    before the claim was sent, from which their lease certainly runs.
+    before the claim was sent, from which their lease certainly runs. ``cancelled()``: a job of this node was.
 
     The main thread sets :attr:`wanted` and calls :meth:`wake`.
     """
@@ -53,6 +54,7 @@ class Claimer(threading.Thread):
         config: Config,
         node_id: str,
         deliver: Callable[[list[ClaimedJob], int], None],
+        cancelled: Callable[[], None],
         schema: Callable[[Connection], None],
     ) -> None:
         super().__init__(name="claimer", daemon=True)
@@ -65,7 +67,8 @@ class Claimer(threading.Thread):
         self.sleeper = Sleeper()
         self.session = Session(config.database, "claimer", self._on_connect)
         self._schema = schema
-        self._deliver = deliver
+        self._node_id = node_id
+        self._deliver, self._cancelled = deliver, cancelled
         self._types: frozenset[str] = frozenset()
         self._lowered: list[tuple[str, int]] = []
         self._notified = False
@@ -203,8 +206,8 @@ class Claimer(threading.Thread):
 
     def _read_notifications(self, connection: Connection) -> None:
         connection.pgconn.consume_input()
-        while connection.pgconn.notifies() is not None:
-            self._notified = True
+        while (notify := connection.pgconn.notifies()) is not None:
+            self._heard(notify.relname.decode(), notify.extra.decode())
 
     def _on_connect(self, connection: Connection) -> None:
         """LISTEN first, then look: what came in between is found by the look."""
@@ -213,8 +216,15 @@ class Claimer(threading.Thread):
         if self.config.database.notify:
             connection.add_notify_handler(self._on_notify)
             connection.execute(f"listen {CHANNEL}")
+            connection.execute(f"listen {CANCEL_CHANNEL}")
             self._listening = True
 
-    def _on_notify(self, _: psycopg.Notify) -> None:
+    def _on_notify(self, notify: psycopg.Notify) -> None:
         """One that arrived while a statement ran."""
-        self._notified = True
+        self._heard(notify.channel, notify.payload)
+
+    def _heard(self, channel: str, payload: str) -> None:
+        if channel == CHANNEL:
+            self._notified = True
+        elif payload == self._node_id:
+            self._cancelled()

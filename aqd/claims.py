@@ -21,6 +21,8 @@ from aqd.database import Connection, int_array, run, text_array
 from aqd.lanes import Floor, LaneKey, Lanes, Plan, Taken
 
 CHANNEL: Final = "aqd_jobs"
+# Its payload is the node that runs the job which was cancelled (aqd.cancel).
+CANCEL_CHANNEL: Final = "aqd_cancel"
 
 # Above this many lanes one pass over the index is cheaper than a probe for each.
 _MANY_LANES: Final = 5000

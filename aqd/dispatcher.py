@@ -24,14 +24,11 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterator
 from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, log, messages, migrate, outcomes, process
-from aqd.assign import Budget, Estimates
+from aqd import __version__, channel, log, messages, migrate, outcomes, output, process
 from aqd.caretaker import Caretaker
 from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
@@ -53,6 +50,7 @@ from aqd.recorder import (
     Told,
     Work,
 )
+from aqd.stock import Stock
 
 logger = log.get_logger("dispatcher")
 
@@ -60,8 +58,8 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.2
 REPORT_S = 1.0
 RECONCILE_S = 5.0
-# Claimed jobs for which no worker became free are given back: another node may be idle.
-READY_LIMIT_S = 0.5
+# A cancellation may be announced while its job is on the way from the claim to us: looked for once more then.
+CANCEL_LOOK_S = 1.0
 HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
@@ -74,30 +72,33 @@ class Dispatcher:
         self.node_id = start.node_id
         self.master = channel.Peer(ends, messages.encode)
         self.links: dict[int, Link] = {}
-        self.ready: deque[Held] = deque()
-        self.handlers: dict[str, HandlerInfo] = {}
+        self.stock = Stock(config, self._release, self._recall, self.master.send)
         self.generation = 0
         self.reconciled = self.draining = self.drained = self.handing_over = False
         self.hand_over_until = 0.0
         self.counters: dict[str, int] = {}
-        self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
-        self.budget = Budget(int(config.daemon.frame_ms * 1e6))
         self.pending = 0  # entries put to the recorder and not settled
-        self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Told] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Told | None] = queue.SimpleQueue()
         self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._migrated = threading.Lock()
         self._schema_ready = False
-        self.claimer = Claimer(config, start.node_id, lambda jobs, ns: self._post((jobs, ns)), self._schema)
+        self.claimer = Claimer(
+            config,
+            start.node_id,
+            lambda jobs, ns: self._post((jobs, ns)),
+            lambda: self._post(None),
+            self._schema,
+        )
         self.recorder = Recorder(config, start.node_id, self._post, self._schema)
         self.keeper = Caretaker(start, self._schema)
         self.epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
-        self._last_given = boottime()
         self._next_renew = self._next_report = self._next_reconcile = 0.0
+        self._cancel_look = 0.0
         self._reported_up = (False, False, False)
 
-    def _post(self, message: "tuple[list[ClaimedJob], int] | Told") -> None:
-        """From the other threads."""
+    def _post(self, message: "tuple[list[ClaimedJob], int] | Told | None") -> None:
+        """From the other threads; None: a job of ours was cancelled."""
         self.inbox.put(message)
         os.eventfd_write(self._inbox_fd, 1)
 
@@ -138,8 +139,12 @@ class Dispatcher:
                 self._read_link(link)
         now = boottime()
         self._tick(now)
-        self._assign()
-        self._claim()
+        if not (self.draining or self.handing_over):
+            links = self._serving()
+            if self.stock:
+                self.stock.give(links)
+            if self.reconciled:
+                self._claim(links)
         self.master.flush()
 
     def _tick(self, now: float) -> None:
@@ -149,9 +154,10 @@ class Dispatcher:
             self.claimer.session.cut()  # what it may have claimed ends with its lease
         if now >= self._next_renew:
             self._next_renew = now + self.config.daemon.renew_s
-            if (pairs := self._pairs()) and not self.recorder.renewal_waits:
-                self.recorder.renewal_waits = True
-                self.recorder.put(Renewal(pairs))
+            self._renew()
+        if self._cancel_look and now >= self._cancel_look:
+            self._cancel_look = 0.0
+            self._renew()
         if now >= self._next_reconcile and self.reconciled and not self.handing_over:
             self._next_reconcile = now + RECONCILE_S
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
@@ -167,8 +173,7 @@ class Dispatcher:
         self._free_stuck(boottime_ns())
         self._drop_consumed()
         self._check_threads()
-        if self.ready and now >= self._last_given + READY_LIMIT_S:
-            self._release_ready("no worker became free")
+        self.stock.release_overdue(now)
         if self.draining and not self.drained and self._nothing_under_way():
             self._maybe_drained()
 
@@ -193,10 +198,17 @@ class Dispatcher:
             self.master.send(messages.Drained())
 
     def _pairs(self) -> list[tuple[int, int]]:
-        pairs = [(held.id, held.token) for held in self.ready]
+        pairs = [(held.id, held.token) for held in self.stock]
         for link in self.links.values():
             pairs += [(held.id, held.token) for held in link.held.values()]
         return pairs
+
+    def _renew(self) -> None:
+        """Ask for the leases of all that is held; the answer also says what was cancelled."""
+        if (pairs := self._pairs()) and not self.recorder.renewal_waits:
+            self.recorder.renewal_waits = True
+            notes = [note for link in self.links.values() if (note := link.new_note()) is not None]
+            self.recorder.put(Renewal(pairs, notes))
 
     def _report(self) -> None:
         sessions = (self.claimer.session, self.recorder.session)
@@ -210,7 +222,15 @@ class Dispatcher:
         held_by = {link.incarnation: len(link.held) for link in self.links.values() if link.held}
         listening = self.claimer.listener_up
         self.master.send(
-            messages.Report(not down, (down + troubles or [""])[0], listening, held_by, types, self.counters)
+            messages.Report(
+                not down,
+                (down + troubles or [""])[0],
+                listening,
+                held_by,
+                types,
+                self.counters,
+                self.recorder.session.silent_s(boottime()),
+            )
         )
 
     # --- from the master
@@ -245,14 +265,14 @@ class Dispatcher:
             case messages.Drain():
                 self.draining = self.keeper.draining = True
                 self.claimer.stop()
-                self._release_ready("drain")
+                self.stock.release_all("drain")
                 for link in self.links.values():
                     self._recall(link)
             case messages.HandOver():
                 self.handing_over = True
                 self.hand_over_until = boottime() + HAND_OVER_S
                 self.claimer.stop()
-                self._release_ready("hand over")
+                self.stock.release_all("hand over")
 
     def _may_leave(self) -> bool:
         """Everything of ours is recorded, or it must wait for the successor."""
@@ -262,14 +282,14 @@ class Dispatcher:
 
     def _nothing_under_way(self) -> bool:
         """No claim, and nothing that waits to be given or recorded."""
-        return self.claimer.quiet and not self.pending and not self.ready and self.inbox.empty()
+        return self.claimer.quiet and not self.pending and not self.stock and self.inbox.empty()
 
     def _serve(self, generation: int, handlers: list[HandlerInfo]) -> None:
         self.generation = generation
-        self.handlers = {h.type: h for h in handlers}
-        self.recorder.handlers = self.handlers
-        self.estimates.keep(self.handlers)
-        self.claimer.serve(frozenset(self.handlers))
+        known = {handler.type: handler for handler in handlers}
+        self.stock.serve(known)
+        self.recorder.handlers = known
+        self.claimer.serve(frozenset(known))
         self.keeper.serve(generation, handlers)
         for link in self.links.values():
             if link.generation != generation:
@@ -317,7 +337,7 @@ class Dispatcher:
             link.unfinished.pop(number, None)
         held = link.held[number]
         if held.job is not None:
-            self.estimates.learn(held.job.type, message.wall_ns)
+            self.stock.estimates.learn(held.job.type, message.wall_ns)
         self._put(outcomes.from_message(link, held, message))
 
     def _put(self, work: Work) -> None:
@@ -343,7 +363,8 @@ class Dispatcher:
         """The attempt that ended with its worker."""
         held = link.held[number]
         link.load_ns -= link.unfinished.pop(number, 0)
-        work = outcomes.from_exit(link, held, number, exited, now_ns)
+        printed = output.text(output.tail(link.output_fd, link.page.output_at))
+        work = outcomes.from_exit(link, held, number, exited, printed, now_ns)
         if work is not None:
             self._put(work)
             return
@@ -382,19 +403,22 @@ class Dispatcher:
         for held in reversed(taken):
             if held.lost:
                 self._count("lost", 1)
-            elif self.draining or self.handing_over or held.job is None or held.job.type not in self.handlers:
+            elif held.cancelled:
+                self._release(held, "cancelled")
+            elif (
+                self.draining
+                or self.handing_over
+                or held.job is None
+                or held.job.type not in self.stock.handlers
+            ):
                 self._release(held, "not begun")
             else:
-                self.ready.appendleft(held)
+                self.stock.add(held, first=True)
 
     def _release(self, held: Held, reason: str) -> None:
         if held.job is not None:
             self.claimer.lower(held.job.queue, held.job.priority)
         self._put(Released((0, 0), held.id, held.token, False, reason, boottime_ns()))
-
-    def _release_ready(self, reason: str) -> None:
-        while self.ready:
-            self._release(self.ready.popleft(), reason)
 
     def _free_stuck(self, now_ns: int) -> None:
         """Jobs behind one that runs longer than expected are taken back."""
@@ -418,6 +442,9 @@ class Dispatcher:
                     self._renewed(message)
                 case Reconciled():
                     self.reconciled = True
+                case None:
+                    self._renew()
+                    self._cancel_look = boottime() + CANCEL_LOOK_S
                 case (jobs, asked_ns):
                     self._claimed(jobs, asked_ns)
 
@@ -446,14 +473,23 @@ class Dispatcher:
         for link in self.links.values():
             for number in link.renewed(answer.asked, answer.kept, certain_ns):
                 self._lost(link, number)
-        for held in list(self.ready):
-            pair = (held.id, held.token)
-            if pair in answer.asked:
-                if answer.kept.get(pair):
-                    held.certain_ns = certain_ns
-                elif pair not in answer.kept:
+            for number in link.cancelled(answer.kept):
+                # The master ends it, should it be running by then; what is not begun comes back.
+                self.master.send(messages.Cancel(link.incarnation, number))
+                if link.page.current() != number:
+                    self._recall(link)
+            link.noted = max(link.noted, answer.notes.get(link.incarnation, 0))
+        for held in list(self.stock):
+            lease = answer.kept.get((held.id, held.token))
+            if lease is None:
+                if (held.id, held.token) in answer.asked:
                     logger.warning("lease lost before the start", job_id=str(held.id))
-                    self.ready.remove(held)
+                    self.stock.remove(held)
+            elif lease.cancelled:
+                self.stock.remove(held)
+                self._release(held, "cancelled")
+            elif lease.extended:
+                held.certain_ns = certain_ns
 
     def _lost(self, link: Link, number: int) -> None:
         """Another owner has this job. One whose outcome is on its way to be recorded is looked up there."""
@@ -471,17 +507,12 @@ class Dispatcher:
     def _claimed(self, jobs: list[ClaimedJob], asked_ns: int) -> None:
         certain_ns = asked_ns + int(self.config.daemon.lease_s * 1e9)
         late = boottime_ns() - asked_ns > STALE_S * 1e9
-        self._last_given = max(self._last_given, boottime() if not self.ready else 0.0)
         for job in jobs:
-            handler = self.handlers.get(job.type)
-            limit = job.timeout_s or (handler and handler.timeout_s) or self.config.jobs.timeout_s
-            attempts = job.max_attempts or (handler and handler.max_attempts) or self.config.jobs.max_attempts
-            held = Held(job.id, job.token, job.attempt, certain_ns, job, int(limit * 1e9), attempts)
-            held.payload_bytes = len(job.payload if job.payload.isascii() else job.payload.encode())
-            if late or handler is None or self.draining or self.handing_over:
+            held = self.stock.claimed(job, certain_ns)
+            if late or job.type not in self.stock.handlers or self.draining or self.handing_over:
                 self._release(held, "the claim's answer came too late" if late else "not begun")
             else:
-                self.ready.append(held)
+                self.stock.add(held)
 
     def _serving(self) -> list[Link]:
         return [
@@ -493,58 +524,8 @@ class Dispatcher:
             and link.page.turns  # it is in its loop: hooks may run for long before
         ]
 
-    def _assign(self) -> None:
-        if not self.ready or self.draining or self.handing_over:
-            return
-        links = self._serving()
-        now_ns = boottime_ns()
-        fresh_ns = now_ns + int(self.config.daemon.kill_grace_s * 1e9)
-        for link in sorted(links, key=lambda item: item.load_ns):
-            if not self.ready:
-                return
-            room = link.room()
-            if link.recalling or room < 1 or not self.budget.wants_more(link.load_ns, len(link.unfinished)):
-                continue
-            if link.unfinished and link.stuck(now_ns):
-                continue  # what it is given would be taken back, and given to it again, for ever
-            self._give(link, room, len(links), fresh_ns)
-
-    def _give(self, link: Link, room: int, workers: int, fresh_ns: int) -> None:
-        count = self.budget.frame(self._waiting(), backlog=len(self.ready), workers=workers, room=room)
-        jobs = []
-        for _ in range(count):
-            held = self.ready.popleft()
-            if held.certain_ns > fresh_ns:
-                jobs.append(held)
-            else:
-                self._release(held, "the lease was not certain any more")
-        if not jobs:
-            return
-        self._last_given = boottime()
-        try:
-            link.give(jobs)
-        except (ChannelClosed, BlockingIOError):
-            # The entries stand in its page: they come back when it is recalled or settled.
-            self._recall(link)
-
-    def _waiting(self) -> Iterator[tuple[int, int]]:
-        """What the jobs that wait will probably cost: (ns, bytes in the frame), as far as it is asked for."""
-        for held in self.ready:
-            assert held.job is not None
-            held.expected_ns = self.estimates.expected_ns(held.job.type)
-            yield held.expected_ns, held.frame_bytes
-
-    def _claim(self) -> None:
-        if self.draining or self.handing_over or not self.reconciled:
-            return
-        links = self._serving()
-        idle = sum(1 for link in links if not link.unfinished)
-        stalled = not idle and boottime() >= self._last_given + READY_LIMIT_S
-        wanted = 0
-        if not stalled:
-            wanted = self.budget.demand(
-                idle=idle, workers=len(links), ready=len(self.ready), mean_ns=self.estimates.mean_ns
-            )
+    def _claim(self, links: list[Link]) -> None:
+        wanted = self.stock.demand(links)
         if wanted != self.claimer.wanted:
             more = wanted > self.claimer.wanted
             self.claimer.wanted = wanted

@@ -21,10 +21,12 @@ from aqd import channel, messages
 from aqd.channel import ChannelClosed, Journal
 from aqd.claims import ClaimedJob
 from aqd.page import ENTRIES, Page
+from aqd.store import Lease, Progress
 
 OUTSTANDING_MAX = 128
 # Of a result, whatever the configuration says now: it may have been lowered since the worker was forked.
 RESULT_MAX = 80 << 20
+OUTPUT_MAX = 1 << 20
 # From this size on (in bytes) a payload travels as a memfd. A frame's bound (aqd/assign.py) counts a larger
 # one as this many bytes, so that the descriptors of a frame are few, too.
 INLINE_PAYLOAD = 32 * 1024
@@ -41,7 +43,8 @@ Pair = tuple[int, int]  # (job id, lease token)
 class Held:
     """A job of ours: claimed, or found on a predecessor's page (then ``job`` is unknown).
 
-    ``certain_ns``: until then its lease certainly holds. ``lost``: somebody else owns it by now.
+    ``certain_ns``: until then its lease certainly holds. ``lost``: somebody else owns it by now. ``cancelled``:
+    it is to be ended, and given back if it was not begun.
     ``expected_ns``: how long it will probably take.
     """
 
@@ -57,6 +60,7 @@ class Held:
     expected_ns: int = 0
     payload_bytes: int = 0
     lost: bool = False
+    cancelled: bool = False
 
     @property
     def frame_bytes(self) -> int:
@@ -92,6 +96,8 @@ class Link:
     adopted: bool = False
     exited: messages.Exited | None = None
     settling: bool = False
+    exhausted: bool = False  # it is given nothing more, a successor is on its way
+    noted: int = 0  # the sequence of the last note of progress that was stored
     journal: Journal = field(init=False)
     notes: deque[Note] = field(default_factory=deque)
 
@@ -222,23 +228,43 @@ class Link:
 
     # --- leases
 
-    def renewed(self, asked: set[Pair], kept: Mapping[Pair, bool], certain_ns: int) -> list[int]:
+    def renewed(self, asked: set[Pair], kept: Mapping[Pair, Lease], certain_ns: int) -> list[int]:
         """Note the answer to a renewal (see :class:`aqd.recorder.Renewed`); returns the numbers of entries
         whose lease is lost."""
         lost = []
         for number, held in self.held.items():
             pair = (held.id, held.token)
             if pair in asked:
-                if kept.get(pair):
-                    held.certain_ns = certain_ns
-                elif pair not in kept:
+                lease = kept.get(pair)
+                if lease is None:
                     held.lost = True
                     lost.append(number)
+                elif lease.extended:
+                    held.certain_ns = certain_ns
         # A lost one does not end the others: it is fenced by its number.
         certain = [held.certain_ns for held in self.held.values() if not held.lost]
         if certain:
             self.page.lease_until_ns = min(certain)
         return lost
+
+    def cancelled(self, kept: Mapping[Pair, Lease]) -> list[int]:
+        """The numbers of entries that turn out to be cancelled by the answer to a renewal, each once."""
+        found = []
+        for number, held in self.held.items():
+            lease = kept.get((held.id, held.token))
+            if lease is not None and lease.cancelled and not held.cancelled:
+                held.cancelled = True
+                found.append(number)
+        return found
+
+    def new_note(self) -> tuple[tuple[int, int], Progress] | None:
+        """What the job that runs says of its progress, unless that was stored already; with its key,
+        (incarnation, sequence)."""
+        note = self.page.note()
+        if note is None or note.sequence <= self.noted or (held := self.held.get(note.number)) is None:
+            return None
+        progress = Progress(held.id, held.token, note.percent, note.message)
+        return (self.incarnation, note.sequence), progress
 
     # --- succession
 
@@ -278,13 +304,19 @@ def _read(data: bytes, fds: list[int]) -> messages.Up | messages.Done | messages
     message = messages.decode_from_worker(data)
     try:
         if isinstance(message, messages.Done) and message.result is None:
-            if not fds:
-                raise ValueError("the result's descriptor is missing")
-            message.result = channel.from_memfd(fds.pop(0), RESULT_MAX).decode()
+            message.result = _from_next(fds, RESULT_MAX).decode()
+        if not isinstance(message, messages.Up) and message.output is None:
+            message.output = _from_next(fds, OUTPUT_MAX)
     finally:
         for fd in fds:
             os.close(fd)
     return message
+
+
+def _from_next(fds: list[int], limit: int) -> bytes:
+    if not fds:
+        raise ValueError("a descriptor is missing")
+    return channel.from_memfd(fds.pop(0), limit)
 
 
 __all__ = ["INLINE_PAYLOAD", "ChannelClosed", "Held", "Link", "Note"]

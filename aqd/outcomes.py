@@ -3,23 +3,49 @@
 Run by the dispatcher's main thread. Pure decisions: nothing is sent, written or logged here.
 """
 
+from typing import Any, Final
+
 from aqd import messages
 from aqd.links import Held, Link
+from aqd.output import text
 from aqd.page import StopReason
 from aqd.process import ExitStatus
 from aqd.recorder import Completed, Failed, Released
 
 Work = Completed | Failed | Released
 
+# Why an attempt did not complete, for machines; the kind says what it counts as, the error says it to people.
+REASONS: Final = {
+    "exception": "the handler raised",
+    "discard": "the handler raised Discard",
+    "retry": "the handler raised Retry",
+    "result": "what the handler returned cannot be stored",
+    "interpreter_exit": "the handler called sys.exit",
+    "plugin_import": "the handler's plugin could not be imported in the worker",
+    "confinement": "the kernel refused what the handler's options ask for",
+    "signal": "the worker was killed by a signal that aqd did not send",
+    "oom": "the worker was killed while the kernel's OOM killer was at work",
+    "exit": "the worker ended in the middle of the job: os._exit, or exit in C code",
+    "memory_limit": "aqd killed the worker for its memory_limit_mb",
+    "timeout": "timeout_s was over",
+    "cancel": "the job was cancelled",
+    "drain": "the daemon stopped",
+    "lease": "the lease ran out",
+}
+
 
 def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
     key = (link.incarnation, message.number)
     ended_ns = message.started_ns + message.wall_ns
-    wall_s, cpu_s, peak_kb = message.wall_ns / 1e9, message.cpu_us / 1e6, message.peak_kb
+    figures: dict[str, Any] = {
+        "wall_s": message.wall_ns / 1e9,
+        "cpu_s": message.cpu_us / 1e6,
+        "peak_kb": message.peak_kb,
+        "output": text(message.output) if message.output else None,
+    }
     if isinstance(message, messages.Done):
-        result = message.result or None
-        return Completed(key, held.id, held.token, held.attempt, result, ended_ns, wall_s, cpu_s, peak_kb)
+        return Completed(key, held.id, held.token, held.attempt, message.result or None, ended_ns, **figures)
     if message.kind in ("interrupted", "unstarted"):
         reason = message.error or "the lease was not certain any more"
         return Released(key, held.id, held.token, message.kind == "interrupted", reason, ended_ns)
@@ -28,52 +54,75 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
         held.id,
         held.token,
         held.attempt,
-        *_known(held),
-        message.kind,
-        message.error,
-        message.traceback or None,
-        ended_ns,
-        wall_s=wall_s,
-        cpu_s=cpu_s,
-        peak_kb=peak_kb,
+        **_known(held),
+        kind=message.kind,
+        error=message.error,
+        traceback=message.traceback or None,
+        ended_ns=ended_ns,
         retry_after_s=message.retry_after_s if message.retry_after_s >= 0 else None,
+        reason=message.reason,
+        **figures,
     )
 
 
-def from_exit(link: Link, held: Held, number: int, exited: messages.Exited, now_ns: int) -> Work | None:
-    """The end of the attempt that its worker was on when it died; None if nothing may be written,
-    because somebody else may own the job by now."""
+def from_exit(
+    link: Link, held: Held, number: int, exited: messages.Exited, printed: str, now_ns: int
+) -> Work | None:
+    """The end of the attempt that its worker was on when it died, with what the job had ``printed``; None if
+    nothing may be written, because somebody else may own the job by now."""
     key = (link.incarnation, number)
     how = ExitStatus(exited.signal, exited.code)
-    reason = StopReason(exited.reason) if exited.number == number else StopReason.NONE
-    match reason:
+    asked = StopReason(exited.reason) if exited.number == number else StopReason.NONE
+    match asked:
         case StopReason.FENCE:
             return None
         case StopReason.DRAIN:
             return Released(key, held.id, held.token, True, f"drain: worker killed by {how}", now_ns)
         case StopReason.TIMEOUT:
             limit_s = link.page.entry(number).limit_ns / 1e9
-            kind = "timed_out"
+            kind, reason = "timed_out", "timeout"
             error = f"ran longer than its limit of {limit_s:g} s and did not end when asked: killed by {how}"
+        case StopReason.CANCEL:
+            kind, reason = "cancelled", "cancel"
+            error = f"cancelled, and did not end when asked: killed by {how}"
+        case StopReason.MEMORY:
+            limit_mb = link.page.entry(number).memory_kb // 1024
+            kind, reason = "crashed", "memory_limit"
+            error = f"memory limit: {exited.detail or 'used more than it may'}, its limit is {limit_mb} MiB: killed by {how}"
         case _:
-            kind = "crashed"
-            error = f"worker killed by {how}" if exited.signal else f"worker ended with {how} during the job"
+            kind, reason, error = "crashed", *_unasked(exited, how)
+    page = link.page
     return Failed(
         key,
         held.id,
         held.token,
         held.attempt,
-        *_known(held),
-        kind,
-        error,
-        None,
-        now_ns,
-        wall_s=(now_ns - link.page.started_at_ns) / 1e9,
+        **_known(held),
+        kind=kind,
+        error=error,
+        traceback=None,
+        ended_ns=now_ns,
+        wall_s=max(0, now_ns - page.started_at_ns) / 1e9,
+        cpu_s=max(0, exited.cpu_us - page.cpu_at_us) / 1e6 if exited.cpu_us else None,
+        peak_kb=exited.peak_kb or None,
         signal=exited.signal,
         exit_code=exited.code,
+        reason=reason,
+        output=printed or None,
     )
 
 
-def _known(held: Held) -> tuple[str | None, int | None]:
-    """(type, max_attempts), as far as this dispatcher has claimed the job itself."""
-    return (held.job.type, held.max_attempts) if held.job is not None else (None, None)
+def _unasked(exited: messages.Exited, how: ExitStatus) -> tuple[str, str]:
+    """(reason, error) of a death that was nobody's wish here."""
+    if exited.signal is None:
+        return "exit", f"worker ended with {how} during the job"
+    if exited.oom:
+        return "oom", f"worker killed by {how}, while the kernel's OOM killer was at work"
+    return "signal", f"worker killed by {how}"
+
+
+def _known(held: Held) -> dict[str, Any]:
+    """What the recorder need not look up, if this dispatcher has claimed the job itself."""
+    if held.job is None:
+        return {"type": None, "max_attempts": None}
+    return {"type": held.job.type, "max_attempts": held.max_attempts, "crashes": held.job.crashes}

@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,10 +25,10 @@ from aqd import log, retry, store
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
-from aqd.hookspecs import Backoff, HandlerInfo
+from aqd.hookspecs import HandlerInfo
 from aqd.process import boottime_ns
 from aqd.sessions import PAUSE_MAX_S, Session
-from aqd.store import Completion, Failure, Release
+from aqd.store import Completion, Failure, JobFacts, Lease, Progress, Release
 
 logger = log.get_logger("recorder")
 
@@ -56,12 +56,13 @@ class Completed:
     wall_s: float
     cpu_s: float
     peak_kb: int
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that counts. ``type``, ``max_attempts`` are None if the job came from a predecessor and
-    only its id and token are known."""
+    """An attempt that counts, or that was cancelled. ``type``, ``max_attempts``, ``crashes`` (before this attempt)
+    are None if the job came from a predecessor and only its id and token are known."""
 
     key: Key
     id: int
@@ -79,6 +80,9 @@ class Failed:
     signal: int | None = None
     exit_code: int | None = None
     retry_after_s: float | None = None
+    crashes: int | None = None
+    reason: str = ""
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,10 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
+    """Extend these leases, and store what jobs say of their progress; the keys are (incarnation, sequence)."""
+
     pairs: list[Pair]
+    notes: list[tuple[Key, Progress]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +139,14 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Told to the main thread: what is true in ``kept`` has its lease from ``asked_ns``; what is false there is
-    still ours but was not extended; the rest of ``asked`` is lost, unless it was recorded meanwhile."""
+    """Told to the main thread: what is extended in ``kept`` has its lease from ``asked_ns``; the others there are
+    still ours; the rest of ``asked`` is lost, unless it was recorded meanwhile. ``notes``: the last sequence of
+    each incarnation whose progress is stored."""
 
     asked_ns: int
     asked: set[Pair]
-    kept: dict[Pair, bool]
+    kept: dict[Pair, Lease]
+    notes: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +266,9 @@ class Recorder(threading.Thread):
     def _record_completed(self, items: Sequence[Completed]) -> None:
         now = boottime_ns()
         rows = [
-            Completion(i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb)
+            Completion(
+                i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb, i.output
+            )
             for i in items
         ]
         done = self.session.run(store.record_completed, rows)
@@ -269,9 +280,7 @@ class Recorder(threading.Thread):
         now = boottime_ns()
         rows = []
         for item in items:
-            type_, own_limit = facts.get(item.id, (item.type, item.max_attempts))
-            handler = self.handlers.get(type_ or "")
-            wait = self._decide(item, handler, own_limit)
+            wait, final_error = self._decide(item, facts.get(item.id))
             rows.append(
                 Failure(
                     id=item.id,
@@ -287,39 +296,55 @@ class Recorder(threading.Thread):
                     peak_kb=item.peak_kb,
                     signal=item.signal,
                     exit_code=item.exit_code,
+                    reason=item.reason,
+                    output=item.output,
+                    final_error=final_error,
                 )
             )
         done = self.session.run(store.record_failed, rows)
         for item, row in zip(items, rows, strict=True):
-            if item.id in done:
-                fate = "FAILED" if row.retry_in_s is None else "retried"
+            if (state := done.get(item.id)) is not None:
+                known = facts.get(item.id)
+                retried = state == "QUEUED" and row.retry_in_s is not None
                 logger.warning(
                     f"attempt {item.kind}",
                     job_id=str(item.id),
-                    type=item.type or facts.get(item.id, (None, None))[0],
+                    type=item.type or (known.type if known is not None else None),
                     attempt=item.attempt,
+                    reason=item.reason or None,
                     error=item.error[:300],
-                    fate=fate,
-                    retry_in_s=None if row.retry_in_s is None else round(row.retry_in_s, 2),
+                    fate="retried" if retried else state or None,
+                    retry_in_s=round(row.retry_in_s, 2) if retried and row.retry_in_s is not None else None,
                 )
         self._after(items, done, None)
 
-    def _decide(self, item: Failed, handler: HandlerInfo | None, own_limit: int | None) -> float | None:
-        """Seconds until the retry, None for FAILED."""
+    def _decide(self, item: Failed, facts: JobFacts | None) -> tuple[float | None, str | None]:
+        """Seconds until the retry, None for FAILED; and for that case what to say beside the error itself."""
         jobs = self.config.jobs
-        limit = item.max_attempts or own_limit or (handler and handler.max_attempts) or jobs.max_attempts
-        backoff = (handler and handler.backoff) or Backoff(jobs.backoff_base_s, jobs.backoff_max_s)
+        type_ = item.type if facts is None else facts.type
+        handler = self.handlers.get(type_ or "")
+        own_limit = item.max_attempts if facts is None else facts.max_attempts
         decision = retry.decide(
-            item.kind, item.attempt, limit, backoff, self._rng, retry_after_s=item.retry_after_s
+            item.kind,
+            item.attempt,
+            own_limit or (handler and handler.max_attempts) or jobs.max_attempts,
+            (handler and handler.backoff) or retry.Backoff(jobs.backoff_base_s, jobs.backoff_max_s),
+            self._rng,
+            retry_after_s=item.retry_after_s,
+            crashes=(item.crashes if facts is None else facts.crashes) or 0,
+            max_crashes=(handler and handler.max_crashes) or jobs.max_crashes,
         )
-        return decision.retry_in_s
+        return decision.retry_in_s, f"{decision.verdict}: {item.error}" if decision.verdict else None
 
     def _release(self, items: Sequence[Released]) -> None:
         now = boottime_ns()
         rows = [Release(i.id, i.token, i.interrupted, i.reason, (now - i.ended_ns) / 1e9) for i in items]
         done = self.session.run(store.release, rows, self.config.jobs.max_interruptions)
         for item in items:
-            if item.interrupted and item.id in done:
+            state = done.get(item.id)
+            if state == "CANCELLED":
+                logger.info("job cancelled", job_id=str(item.id))
+            elif item.interrupted and state is not None:
                 logger.info("attempt interrupted, given back", job_id=str(item.id), reason=item.reason)
         self._after(items, done, None)
 
@@ -330,7 +355,12 @@ class Recorder(threading.Thread):
             kept = self.session.run(store.renew, work.pairs, self.config.daemon.lease_s)
         except (psycopg.Error, WorldError):
             return
-        self._tell(Renewed(asked_ns, set(work.pairs), kept))
+        notes: dict[int, int] = {}
+        if work.notes:
+            with contextlib.suppress(psycopg.Error, WorldError):  # then with the next renewal
+                self.session.run(store.store_progress, [note for _, note in work.notes])
+                notes = dict(key for key, _ in work.notes)
+        self._tell(Renewed(asked_ns, set(work.pairs), kept, notes))
 
     def _reconcile(self, work: Reconciliation) -> None:
         age_s = 0.0 if work.first else RECONCILE_AGE_S + (boottime_ns() - work.made_ns) / 1e9
@@ -347,7 +377,7 @@ class Recorder(threading.Thread):
             self._tell(Reconciled())
 
     def _after(
-        self, items: Sequence[Completed | Failed | Released], done: set[int], kind: str | None
+        self, items: Sequence[Completed | Failed | Released], done: Container[int], kind: str | None
     ) -> None:
         counts: dict[str, int] = {}
         for item in items:

@@ -22,7 +22,7 @@ from aqd.hookspecs import Backoff
 __all__ = ["FAILURES", "MAX_RETRY_AFTER_S", "Backoff", "Decision", "decide"]
 
 # Kinds of attempts that count. `discarded` and `unknown_type` are never repeated.
-FINAL = frozenset({"discarded", "unknown_type"})
+FINAL = frozenset({"discarded", "unknown_type", "cancelled"})
 FAILURES = frozenset({"failed", "crashed", "timed_out", "lost"}) | FINAL
 
 # Retry(after_s) comes from a handler, hence from anywhere: a timestamp passed by mistake, or 1e300,
@@ -31,9 +31,11 @@ MAX_RETRY_AFTER_S = 10 * 366 * 86400.0
 
 
 class Decision(NamedTuple):
-    """``retry_in_s`` seconds from now the job is due again; None: FAILED, for good."""
+    """``retry_in_s`` seconds from now the job is due again; None: FAILED, for good. ``verdict`` then says why
+    where it is not plain from the number of attempts."""
 
     retry_in_s: float | None
+    verdict: str = ""
 
 
 def decide(
@@ -44,14 +46,20 @@ def decide(
     rng: Random,
     *,
     retry_after_s: float | None = None,
+    crashes: int = 0,
+    max_crashes: int = 1_000_000,
 ) -> Decision:
-    """What becomes of a job whose attempt number ``attempt`` (from 1) ended as ``kind``.
+    """What becomes of a job whose attempt number ``attempt`` (from 1) ended as ``kind``, after ``crashes``
+    attempts that had crashed before. A job that kills its process ``max_crashes`` times is poison: FAILED,
+    however many attempts it may have.
 
     ``retry_after_s`` is the handler's own wish (``raise Retry(after_s=…)``) and replaces the backoff;
     it does not buy further attempts. A wish that is no usable number is ignored.
     """
     if kind not in FAILURES:
         raise ValueError(f"{kind!r} is not a failed attempt; those are {', '.join(sorted(FAILURES))}")
+    if kind == "crashed" and crashes + 1 >= max_crashes:
+        return Decision(None, f"poison job, crashed {crashes + 1} times")
     if kind in FINAL or attempt >= max_attempts:
         return Decision(None)
     if retry_after_s is not None and _usable(retry_after_s):

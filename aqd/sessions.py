@@ -60,7 +60,7 @@ class Session:
         self._connection: Connection | None = None
         self._failures = 0
         self._lock = threading.Lock()
-        self._deadline = 0.0
+        self._deadline = self._since = 0.0
         self._cut = False
         self._log = log.get_logger(name)
         self._suppressor = log.Suppressor(LOG_EVERY_S)
@@ -149,10 +149,15 @@ class Session:
     # --- the deadline
 
     def _begin(self, limit_s: float | None = None) -> None:
-        self._deadline = boottime() + (limit_s or self._limit_s)
+        self._since = boottime()
+        self._deadline = self._since + (limit_s or self._limit_s)
 
     def _end(self) -> None:
         self._deadline = 0.0
+
+    def silent_s(self, now: float) -> float:
+        """For how long an answer has been waited for; 0 while nothing is asked."""
+        return now - self._since if self._deadline else 0.0
 
     def check(self, now: float) -> None:
         """Called by the main thread: end a statement that overstays its deadline."""

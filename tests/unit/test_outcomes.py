@@ -7,21 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from aqd import channel, messages, outcomes
+from aqd import channel, messages, outcomes, process
 from aqd.claims import ClaimedJob
 from aqd.links import OUTSTANDING_MAX, Held, Link
 from aqd.page import ENTRIES, Page, StopReason
 from aqd.process import boottime_ns
 from aqd.recorder import Completed, Failed, Released
+from aqd.store import Lease
 
 SECOND = 1_000_000_000
+KEPT = Lease(extended=True, cancelled=False)
 
 
 @pytest.fixture
 def link() -> Iterator[Link]:
     ours, theirs = channel.pair()
     page_fd = Page.create(slot=0, incarnation=7, generation=1)
-    link = Link.open(messages.Attach(0, 7, 1, fresh=True), ours.detach(), page_fd)
+    output_fd = process.output_file("test")
+    link = Link.open(messages.Attach(0, 7, 1, fresh=True), ours.detach(), page_fd, output_fd)
     yield link
     link.close()
     theirs.close()
@@ -71,16 +74,45 @@ def test_a_failure_keeps_what_the_handler_wished(link: Link) -> None:
 
 
 def test_a_death_is_a_crash_with_its_signal(link: Link) -> None:
-    work = outcomes.from_exit(link, on_its_first(link), 0, exited(), boottime_ns())
+    work = outcomes.from_exit(link, on_its_first(link), 0, exited(), "last words", boottime_ns())
     assert isinstance(work, Failed)
-    assert (work.kind, work.signal) == ("crashed", 9)
+    assert (work.kind, work.reason, work.signal, work.output) == ("crashed", "signal", 9, "last words")
     assert "SIGKILL" in work.error
+
+
+def test_a_death_is_accounted_for_by_the_page_and_the_kernel(link: Link) -> None:
+    job = held(1)
+    link.give([job])
+    link.page.begin(0, boottime_ns() - 2 * SECOND, cpu_us=3_000_000)
+    end = messages.Exited(7, 11, None, 0, -1, cpu_us=3_500_000, peak_kb=4711)
+    work = outcomes.from_exit(link, job, 0, end, "", boottime_ns())
+    assert isinstance(work, Failed)
+    assert (work.cpu_s, work.peak_kb, work.output) == (0.5, 4711, None)
+    assert work.wall_s is not None
+    assert work.wall_s >= 2
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "word"),
+    [
+        (messages.Exited(7, None, 3, 0, -1), "exit", "exit code 3"),
+        (messages.Exited(7, None, 0, 0, -1), "exit", "exit code 0"),
+        (messages.Exited(7, 9, None, 0, -1, oom=True), "oom", "OOM"),
+        (messages.Exited(7, 9, None, StopReason.MEMORY, 0, "used 70 MiB"), "memory_limit", "used 70 MiB"),
+    ],
+)
+def test_a_crash_says_which_of_these_it_was(link: Link, end: messages.Exited, reason: str, word: str) -> None:
+    work = outcomes.from_exit(link, on_its_first(link), 0, end, "", boottime_ns())
+    assert isinstance(work, Failed)
+    assert (work.kind, work.reason) == ("crashed", reason)
+    assert reason in outcomes.REASONS
+    assert word in work.error
 
 
 def test_a_death_is_what_we_killed_it_for_only_if_it_met_this_entry(link: Link) -> None:
     job = on_its_first(link)
     kinds = {
-        reason: outcomes.from_exit(link, job, 0, exited(reason, number=0), boottime_ns())
+        reason: outcomes.from_exit(link, job, 0, exited(reason, number=0), "", boottime_ns())
         for reason in StopReason
     }
     assert kinds[StopReason.FENCE] is None
@@ -89,8 +121,11 @@ def test_a_death_is_what_we_killed_it_for_only_if_it_met_this_entry(link: Link) 
     assert isinstance(timeout, Failed)
     assert timeout.kind == "timed_out"
     assert "3 s" in timeout.error
+    cancelled = kinds[StopReason.CANCEL]
+    assert isinstance(cancelled, Failed)
+    assert (cancelled.kind, cancelled.reason) == ("cancelled", "cancel")
     for reason in StopReason:  # meant for another entry: this one was merely hit
-        other = outcomes.from_exit(link, job, 0, exited(reason, number=4), boottime_ns())
+        other = outcomes.from_exit(link, job, 0, exited(reason, number=4), "", boottime_ns())
         assert isinstance(other, Failed)
         assert other.kind == "crashed"
 
@@ -123,7 +158,7 @@ def test_a_lost_lease_fences_its_own_entry_only(link: Link) -> None:
     lost, kept = held(1, 5), held(2, 50)
     link.give([lost, kept])
     certain_ns = boottime_ns() + 60 * SECOND
-    assert link.renewed({(1, 99), (2, 99)}, {(2, 99): True}, certain_ns) == [0]
+    assert link.renewed({(1, 99), (2, 99)}, {(2, 99): KEPT}, certain_ns) == [0]
     assert lost.lost
     assert link.page.lease_until_ns == certain_ns
 
@@ -132,20 +167,52 @@ def test_a_row_that_somebody_locks_is_neither_lost_nor_extended(link: Link) -> N
     job = held(1, 5)
     link.give([job])
     before = job.certain_ns
-    assert link.renewed({(1, 99)}, {(1, 99): False}, boottime_ns() + 60 * SECOND) == []
+    assert (
+        link.renewed(
+            {(1, 99)}, {(1, 99): Lease(extended=False, cancelled=False)}, boottime_ns() + 60 * SECOND
+        )
+        == []
+    )
     assert (job.lost, job.certain_ns, link.page.lease_until_ns) == (False, before, before)
+
+
+def test_a_cancelled_entry_is_named_once_and_its_lease_goes_on(link: Link) -> None:
+    job = held(1, 5)
+    link.give([job, held(2, 5)])
+    kept = {(1, 99): Lease(extended=True, cancelled=True), (2, 99): KEPT}
+    certain_ns = boottime_ns() + 60 * SECOND
+    assert link.renewed(set(kept), kept, certain_ns) == []
+    assert link.cancelled(kept) == [0]
+    assert link.cancelled(kept) == []
+    assert job.cancelled
+    assert link.page.lease_until_ns == certain_ns
+
+
+def test_a_note_of_progress_is_passed_on_until_it_is_stored(link: Link) -> None:
+    assert link.new_note() is None
+    on_its_first(link)
+    link.page.write_note(0, 12.5, "an eighth")
+    found = link.new_note()
+    assert found is not None
+    (incarnation, sequence), progress = found
+    assert (incarnation, progress) == (7, (1, 99, 12.5, "an eighth"))
+    assert link.new_note() == found
+    link.noted = sequence
+    assert link.new_note() is None
+    link.page.write_note(5, 100, "of an entry that is not held")
+    assert link.new_note() is None
 
 
 def test_another_claim_of_the_same_job_does_not_renew_this_one(link: Link) -> None:
     job = held(1, 5)
     link.give([job])
-    assert link.renewed({(1, 99), (1, 7)}, {(1, 7): True}, boottime_ns() + 60 * SECOND) == [0]
+    assert link.renewed({(1, 99), (1, 7)}, {(1, 7): KEPT}, boottime_ns() + 60 * SECOND) == [0]
 
 
 def test_what_the_predecessor_consumed_is_not_held_for_ever(link: Link) -> None:
     link.give([held(1), held(2)])
     link.page.begin(0, boottime_ns())
-    successor = Link(0, 7, 1, link.channel, link.page)
+    successor = Link(0, 7, 1, link.channel, link.page, link.output_fd)
     successor.adopt()
     assert sorted(successor.held) == [0, 1]
     link.page.end(0)  # its outcome is not in the journal
@@ -155,7 +222,8 @@ def test_what_the_predecessor_consumed_is_not_held_for_ever(link: Link) -> None:
 def test_an_unreadable_message_is_passed_over() -> None:
     ours, theirs = channel.pair()
     page_fd = Page.create(slot=0, incarnation=7, generation=1)
-    link = Link.open(messages.Attach(0, 7, 1, fresh=True), ours.detach(), page_fd)
+    message = messages.Attach(0, 7, 1, fresh=True)
+    link = Link.open(message, ours.detach(), page_fd, process.output_file("test"))
     link.give([held(1), held(2)])
     theirs.send(b"garbage")
     channel.send(theirs, messages.encode(messages.Done(0, 5, 7, 0, 0, None)))  # its memfd is missing

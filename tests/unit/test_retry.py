@@ -51,7 +51,7 @@ def test_some_ends_are_never_repeated(kind):
     assert decide(kind, 1, 1000, Backoff(), Random(1), retry_after_s=1).retry_in_s is None
 
 
-@pytest.mark.parametrize("kind", ["completed", "interrupted", "cancelled", ""])
+@pytest.mark.parametrize("kind", ["completed", "interrupted", ""])
 def test_what_is_no_failure_is_refused(kind):
     with pytest.raises(ValueError, match="not a failed attempt"):
         decide(kind, 1, 3, Backoff(), Random(1))
@@ -72,6 +72,17 @@ def test_the_range_grows_with_the_attempts_and_stops_at_the_bound():
 def test_growth_beyond_what_a_float_can_hold_is_the_upper_bound():
     wait = decide("failed", 900, 1000, Backoff(base_s=1, max_s=50, factor=100), Random(1)).retry_in_s
     assert 1 <= wait <= 50
+
+
+def test_a_job_that_kills_its_process_again_and_again_is_poison():
+    def after(crashes, kind="crashed"):
+        return decide(kind, 2, 1000, Backoff(), Random(1), crashes=crashes, max_crashes=3)
+
+    assert after(1).retry_in_s is not None
+    assert after(2).retry_in_s is None
+    assert "3 times" in after(2).verdict
+    assert after(50, "failed").retry_in_s is not None  # only crashes spend the crash budget
+    assert not after(50, "failed").verdict
 
 
 def test_the_handlers_own_moment_replaces_the_backoff():

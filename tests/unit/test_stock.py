@@ -1,0 +1,186 @@
+"""The giving: which worker gets which of the jobs that wait, one-shot ones and used-up workers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from aqd import channel, messages, process
+from aqd.claims import ClaimedJob
+from aqd.config import Config, Daemon
+from aqd.hookspecs import HandlerInfo
+from aqd.links import Held, Link
+from aqd.page import Flag, Page
+from aqd.process import boottime, boottime_ns
+from aqd.stock import FRESH_LIMIT_S, READY_LIMIT_S, Stock
+
+HANDLERS = {
+    "noop": HandlerInfo(type="noop", plugin="p"),
+    "alone": HandlerInfo(type="alone", plugin="p", one_shot=True),
+    "hungry": HandlerInfo(type="hungry", plugin="p", memory_limit_mb=64, timeout_s=7, detach=True),
+}
+
+
+class World:
+    """A stock with what it says to others, and real links."""
+
+    def __init__(self, **daemon: float) -> None:
+        self.released: list[tuple[int, str]] = []
+        self.told: list[messages.FromDispatcher] = []
+        config = Config(daemon=msgspec.convert(daemon, Daemon))
+        self.stock = Stock(
+            config,
+            lambda held, reason: self.released.append((held.id, reason)),
+            lambda _: None,
+            self.told.append,
+        )
+        self.stock.serve(HANDLERS)
+        self.links: list[Link] = []
+        self._ends = []
+        self._next = 1
+
+    def worker(self) -> Link:
+        ours, theirs = channel.pair()
+        number = len(self.links) + 1
+        message = messages.Attach(number, number, 1, fresh=True)
+        page_fd = Page.create(slot=number, incarnation=number, generation=1)
+        link = Link.open(message, ours.detach(), page_fd, process.output_file("test"))
+        self.links.append(link)
+        self._ends.append(theirs)
+        return link
+
+    def add(self, type: str, count: int = 1) -> list[Held]:
+        added = []
+        for _ in range(count):
+            job = ClaimedJob(self._next, 99, type, "default", 0, "{}", 1, None, None, 0, 0, 0, 0)
+            self._next += 1
+            held = self.stock.claimed(job, boottime_ns() + 60_000_000_000)
+            self.stock.add(held)
+            added.append(held)
+        return added
+
+    def give(self) -> None:
+        self.stock.give(self.links)
+
+    def recycled(self) -> list[int]:
+        return [m.incarnation for m in self.told if isinstance(m, messages.Recycle)]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**daemon: float) -> World:
+        made.append(World(**daemon))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def ids(link: Link) -> list[int]:
+    return [held.id for held in link.held.values()]
+
+
+def test_limits_come_from_the_job_its_handler_or_the_configuration(world: Callable[..., World]) -> None:
+    held = world().add("hungry")[0]
+    assert (held.limit_ns, held.memory_kb, held.flags) == (7_000_000_000, 64 * 1024, Flag.DETACH)
+    held = world().add("noop")[0]
+    assert (held.limit_ns, held.memory_kb, held.flags) == (600_000_000_000, 0, Flag.NONE)
+
+
+def test_the_master_is_told_before_a_limited_job_is_sent(world: Callable[..., World]) -> None:
+    here = world()
+    link = here.worker()
+    here.add("noop")
+    here.give()
+    assert here.told == []
+    link.recorded(0)
+    here.add("hungry")
+    here.give()
+    assert here.told == [messages.Watch(link.incarnation)]
+    assert link.page.entry(1).memory_kb == 64 * 1024
+
+
+def test_a_one_shot_job_gets_a_fresh_worker_and_nobody_else_does(world: Callable[..., World]) -> None:
+    here = world()
+    link = here.worker()
+    here.add("noop")
+    here.give()
+    link.recorded(0)
+    here.add("alone")
+    here.add("noop", 3)
+    here.give()
+    # The only worker has run something: its successor is ordered, and it is given nothing more.
+    assert ids(link) == []
+    assert here.recycled() == [link.incarnation]
+    here.give()
+    assert here.recycled() == [link.incarnation]  # one is enough
+    here.links.remove(link)
+    link.close()
+    fresh = here.worker()
+    here.give()
+    assert ids(fresh) == [2]
+    assert fresh.exhausted
+    assert here.recycled() == [link.incarnation, fresh.incarnation]
+    after = here.worker()
+    here.give()
+    assert ids(fresh) == [2]
+    assert ids(after)[0] == 3
+
+
+def test_a_fresh_worker_is_kept_for_the_one_shot_job_that_waits(world: Callable[..., World]) -> None:
+    here = world()
+    used, fresh = here.worker(), here.worker()
+    used.page.write([(1, 1, 1, 0, 0, 0)])
+    here.add("alone", 2)
+    here.add("noop", 4)
+    here.give()
+    assert ids(fresh) == [1]
+    # The second one-shot job waits for a successor, which is on its way already: the other worker stays in service.
+    assert here.recycled() == [fresh.incarnation]
+    assert ids(used) == [3]
+
+
+def test_a_worker_gets_no_more_jobs_than_it_may_run(world: Callable[..., World]) -> None:
+    here = world(max_jobs_per_worker=3, frame_ms=1000)
+    link = here.worker()
+    here.stock.estimates.learn("noop", 1000)
+    here.add("noop", 10)
+    here.give()
+    here.give()
+    assert ids(link) == [1, 2, 3]
+    assert here.recycled() == [link.incarnation]
+
+
+def test_what_no_worker_becomes_free_for_is_given_back(world: Callable[..., World]) -> None:
+    here = world()
+    here.add("noop")
+    here.add("alone")
+    now = boottime()
+    here.stock.release_overdue(now)
+    assert here.released == []
+    here.stock.release_overdue(now + READY_LIMIT_S + 0.1)
+    assert [id for id, _ in here.released] == [1]
+    here.stock.release_overdue(now + FRESH_LIMIT_S + 0.1)
+    assert [id for id, _ in here.released] == [1, 2]
+    assert not here.stock
+
+
+def test_an_uncertain_lease_is_not_given(world: Callable[..., World]) -> None:
+    here = world()
+    link = here.worker()
+    for held in [*here.add("noop"), *here.add("alone")]:
+        held.certain_ns = boottime_ns() + 1_000_000_000  # kill_grace_s is 5 s
+    here.give()
+    assert ids(link) == []
+    assert sorted(id for id, _ in here.released) == [1, 2]
