@@ -12,6 +12,8 @@ import psycopg
 from aqd import claims, store
 from aqd.job import validate
 
+HELD = store.Lease(extended=True, cancelled=False)
+
 
 class Queue:
     """The tables as a test sees them: filled and looked at by plain SQL."""

@@ -90,7 +90,7 @@ def test_injected_conflict_is_retried(conn: database.Connection, queue: Queue, s
     one, two = book().claim(conn, 2)
     inject(queue, sqlstate, times=3)
     assert store.record_completed(conn, [completion(one)]) == {one.id}
-    assert store.record_failed(conn, [failure(two)]) == {two.id}
+    assert store.record_failed(conn, [failure(two)]) == {two.id: "FAILED"}
     assert queue.value("select last_value from tries") == 5
     assert queue.state(one.id) == "COMPLETED"
 

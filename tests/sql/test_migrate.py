@@ -23,6 +23,7 @@ from tests.sql.support import in_threads
 
 STARTERS = 6
 SHIPPED = data_dir("sql") / "migrations"
+NEWEST = len(migrate.load_files())
 
 
 @pytest.fixture
@@ -151,9 +152,11 @@ def test_empty_database_is_refused(conn: database.Connection) -> None:
 def test_older_schema_is_refused_until_migrated(conn: database.Connection, tmp_path: Path) -> None:
     migrate.migrate(conn)
     folder = further(tmp_path, "-- aqd: online\nalter table aqd.jobs add column tags text[];")
-    with pytest.raises(SchemaMismatch, match=r"is at version 1, this aqd needs 2.*aqd db migrate"):
+    with pytest.raises(
+        SchemaMismatch, match=rf"is at version {NEWEST}, this aqd needs {NEWEST + 1}.*aqd db migrate"
+    ):
         migrate.check(conn, folder)
-    assert [done.name for done in migrate.migrate(conn, folder)] == ["more_2"]
+    assert [done.name for done in migrate.migrate(conn, folder)] == [f"more_{NEWEST + 1}"]
     migrate.check(conn, folder)
 
 
@@ -166,7 +169,8 @@ def test_newer_schema(conn: database.Connection, tmp_path: Path) -> None:
     folder = further(tmp_path, "-- aqd: online\nselect 1;", "-- aqd: breaking\nselect 2;")
     migrate.migrate(conn, folder)
     for act in (migrate.check, migrate.migrate):
-        with pytest.raises(SchemaMismatch, match=r"is at version 3, this aqd knows up to 1: upgrade aqd"):
+        told = f"is at version {NEWEST + 2}, this aqd knows up to {NEWEST}: upgrade aqd"
+        with pytest.raises(SchemaMismatch, match=told):
             act(conn)
     assert migrate.status(conn, folder).problem is None
 
@@ -174,8 +178,8 @@ def test_newer_schema(conn: database.Connection, tmp_path: Path) -> None:
 def test_changed_file_is_refused(conn: database.Connection, tmp_path: Path) -> None:
     folder = further(tmp_path, "-- aqd: online\nselect 1;")
     migrate.migrate(conn, folder)
-    (folder / "0002_more_2.sql").write_text("-- aqd: online\nselect 2;")
-    with pytest.raises(SchemaMismatch, match="migration 2 was applied from another text"):
+    further(tmp_path, "-- aqd: online\nselect 2;")
+    with pytest.raises(SchemaMismatch, match=f"migration {NEWEST + 1} was applied from another text"):
         migrate.check(conn, folder)
     with pytest.raises(SchemaMismatch):
         migrate.migrate(conn, folder)
@@ -184,8 +188,8 @@ def test_changed_file_is_refused(conn: database.Connection, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("0003_gap.sql", "-- aqd: online\nselect 1;"),
-        ("0002_no_kind.sql", "select 1;"),
+        (f"{NEWEST + 2:04}_gap.sql", "-- aqd: online\nselect 1;"),
+        (f"{NEWEST + 1:04}_no_kind.sql", "select 1;"),
         ("2_name.sql", "-- aqd: online\nselect 1;"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from aqd import claims, database, store
 from tests.sql.conftest import Connect
-from tests.sql.support import Queue, book, completion, failure, released
+from tests.sql.support import HELD, Queue, book, completion, failure, released
 
 
 def claim(conn: database.Connection, table: Queue, count: int = 1, **options: Any) -> list[claims.ClaimedJob]:
@@ -48,7 +48,7 @@ def test_failed_with_a_retry(conn: database.Connection, queue: Queue) -> None:
     fate = store.Failure(
         job.id, job.token, "crashed", "killed by SIGSEGV", "Tb", 60.0, 0.5, 2.0, 1.0, 999, 11, None
     )
-    assert store.record_failed(conn, [fate]) == {job.id}
+    assert store.record_failed(conn, [fate]) == {job.id: "QUEUED"}
     row = queue.row(job.id)
     assert (row["state"], row["attempt"], row["crashes"]) == ("QUEUED", 1, 1)
     assert row["last_error"] == "killed by SIGSEGV"
@@ -62,7 +62,7 @@ def test_failed_with_a_retry(conn: database.Connection, queue: Queue) -> None:
 
 def test_failed_for_good(conn: database.Connection, queue: Queue) -> None:
     (job,) = claim(conn, queue)
-    assert store.record_failed(conn, [failure(job, None, "timed_out")]) == {job.id}
+    assert store.record_failed(conn, [failure(job, None, "timed_out")]) == {job.id: "FAILED"}
     assert queue.row(job.id)["state"] == "FAILED"
     (record,) = store.list_failed(conn)
     assert (record.job_id, record.kind, record.error, record.attempts) == (job.id, "timed_out", "boom", 1)
@@ -72,7 +72,7 @@ def test_failed_for_good(conn: database.Connection, queue: Queue) -> None:
 def test_released(conn: database.Connection, queue: Queue) -> None:
     (job,) = claim(conn, queue)
     before = queue.row(job.id)["run_at"]
-    assert store.release(conn, [released(job)], 20) == {job.id}
+    assert store.release(conn, [released(job)], 20) == {job.id: "QUEUED"}
     row = queue.row(job.id)
     assert (row["state"], row["attempt"], row["interruptions"], row["run_at"]) == ("QUEUED", 0, 0, before)
     assert store.get_attempts(conn, job.id) == []
@@ -86,7 +86,8 @@ def test_interruptions_are_counted_apart_and_bounded(conn: database.Connection, 
         mine.lower("default", 0)
         (job,) = mine.claim(conn, 1)
         assert job.attempt == 1
-        assert store.release(conn, [released(job, interrupted=True)], 2) == {id}
+        after = store.release(conn, [released(job, interrupted=True)], 2)
+        assert after == {id: "QUEUED" if round < 3 else "FAILED"}
         assert queue.row(id)["interruptions"] == round
     row = queue.row(id)
     assert row["state"] == "FAILED"
@@ -100,7 +101,7 @@ def test_renewed(conn: database.Connection, queue: Queue) -> None:
     jobs = claim(conn, queue, 3)
     pairs = [(job.id, job.token) for job in jobs]
     assert store.renew(conn, [*pairs[:2], (jobs[2].id, 1), (999, 1)], 3600.0) == dict.fromkeys(
-        pairs[:2], True
+        pairs[:2], HELD
     )
     later = queue.conn.execute(
         "select id from aqd.jobs where lease_expires_at > now() + interval '50 min' order by id"
@@ -171,8 +172,8 @@ def test_late_owner_changes_nothing(
     before = [queue.conn.execute(query).fetchall() for query in look]
     assert store.renew(conn, [(job.id, job.token)], 30.0) == {}
     assert store.record_completed(conn, [completion(job)]) == set()
-    assert store.release(conn, [released(job, interrupted=True)], 20) == set()
-    assert store.record_failed(conn, [failure(job)]) == set()
+    assert store.release(conn, [released(job, interrupted=True)], 20) == {}
+    assert store.record_failed(conn, [failure(job)]) == {}
     assert [queue.conn.execute(query).fetchall() for query in look] == before
 
 
@@ -182,9 +183,9 @@ def test_late_owner_changes_nothing(
 def test_recording_again_after_a_lost_answer(conn: database.Connection, queue: Queue) -> None:
     """F40: the COMMIT went through, its answer did not come; the same batch is sent again."""
     done, failed = claim(conn, queue, 2)
-    for _ in range(3):
+    for state in ("FAILED", "", ""):
         assert store.record_completed(conn, [completion(done)]) == {done.id}
-        assert store.record_failed(conn, [failure(failed)]) == {failed.id}
+        assert store.record_failed(conn, [failure(failed)]) == {failed.id: state}
     assert queue.value("select count(*) from aqd.job_history") == 1
     assert queue.value("select count(*) from aqd.job_attempts") == 1
     assert queue.value("select failures from aqd.failed_jobs") == 1
@@ -202,8 +203,8 @@ def test_lost_answer_in_a_batch_with_new_outcomes(conn: database.Connection, que
 def test_the_same_outcome_twice_in_one_batch(conn: database.Connection, queue: Queue) -> None:
     one, two, three = claim(conn, queue, 3)
     assert store.record_completed(conn, [completion(one)] * 2) == {one.id}
-    assert store.record_failed(conn, [failure(two)] * 2) == {two.id}
-    assert store.release(conn, [released(three, interrupted=True)] * 2, 20) == {three.id}
+    assert store.record_failed(conn, [failure(two)] * 2) == {two.id: "FAILED"}
+    assert store.release(conn, [released(three, interrupted=True)] * 2, 20) == {three.id: "QUEUED"}
     assert queue.value("select count(*) from aqd.job_history") == 1
     assert queue.value("select count(*) from aqd.job_attempts") == 2
     assert queue.row(three.id)["interruptions"] == 1
@@ -235,7 +236,7 @@ def test_every_failure_can_be_written(conn: database.Connection, queue: Queue) -
         failure(jobs[3])._replace(exit_code=2**40),
         failure(jobs[4], error='{"quotes\\": "}'),
     ]
-    assert store.record_failed(conn, batch) == {job.id for job in jobs}
+    assert store.record_failed(conn, batch) == {job.id: "FAILED" for job in jobs}
     assert all(queue.state(job.id) == "FAILED" for job in jobs)
     errors = [store.get_attempts(conn, job.id)[0].error or "" for job in jobs]
     assert errors[0] == "nul \\0 and surrogate \\ud800"
@@ -277,8 +278,8 @@ def test_old_outcome_is_recorded_in_a_partition_that_exists(conn: database.Conne
 
 def test_empty_batches(conn: database.Connection) -> None:
     assert store.record_completed(conn, []) == set()
-    assert store.record_failed(conn, []) == set()
-    assert store.release(conn, [], 20) == set()
+    assert store.record_failed(conn, []) == {}
+    assert store.release(conn, [], 20) == {}
 
 
 def test_big_batch_in_any_order(conn: database.Connection, queue: Queue) -> None:
@@ -293,4 +294,5 @@ def test_big_batch_in_any_order(conn: database.Connection, queue: Queue) -> None
 def test_job_facts(conn: database.Connection, queue: Queue) -> None:
     (one,) = queue.add(max_attempts=7)
     (two,) = queue.add(type="other")
-    assert store.job_facts(conn, [one, two, 999]) == {one: ("noop", 7), two: ("other", None)}
+    queue.conn.execute("update aqd.jobs set crashes = 2 where id = %s", [two])
+    assert store.job_facts(conn, [one, two, 999]) == {one: ("noop", 7, 0), two: ("other", None, 2)}

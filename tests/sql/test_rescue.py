@@ -11,7 +11,7 @@ from aqd import claims, database, store
 from aqd.hookspecs import HandlerInfo
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
-from tests.sql.support import Queue, book, completion, failure, in_threads
+from tests.sql.support import HELD, Queue, book, completion, failure, in_threads
 
 
 def rescue(conn: database.Connection, limit: int = 1000, attempts: int = 5) -> store.RescueResult:
@@ -22,7 +22,7 @@ def test_expired_lease_goes_back_with_its_attempt_counted(conn: database.Connect
     queue.add(2)
     expired, alive = book(node_id="gone").claim(conn, 2)
     queue.expire(expired.id)
-    assert rescue(conn) == ([expired.id], [])
+    assert rescue(conn) == ([expired.id], [], [])
     row = queue.row(expired.id)
     assert (row["state"], row["attempt"], row["lease_token"]) == ("QUEUED", 1, None)
     assert "node gone expired" in row["last_error"]
@@ -32,7 +32,7 @@ def test_expired_lease_goes_back_with_its_attempt_counted(conn: database.Connect
     (attempt,) = store.get_attempts(conn, expired.id)
     assert (attempt.kind, attempt.attempt, attempt.node_id) == ("lost", 1, "gone")
     assert queue.state(alive.id) == "PROCESSING"
-    assert rescue(conn) == ([], [])
+    assert rescue(conn) == ([], [], [])
 
 
 def test_lost_on_the_last_attempt_is_failed(conn: database.Connection, queue: Queue) -> None:
@@ -57,7 +57,7 @@ def test_the_handlers_own_number_of_attempts_counts(conn: database.Connection, q
     (own,) = queue.add(max_attempts=2)
     for job in book().claim(conn, 10):
         queue.expire(job.id)
-    assert rescue(conn) == ([own], [plain])
+    assert rescue(conn) == ([own], [plain], [])
 
 
 def test_backoff_grows_to_its_bound(conn: database.Connection, queue: Queue) -> None:
@@ -82,7 +82,7 @@ def complete(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> Non
 
 
 def fail(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
-    assert store.record_failed(conn, [failure(job)]) == {job.id}
+    assert store.record_failed(conn, [failure(job)]) == {job.id: "FAILED"}
 
 
 def claim_afresh(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
@@ -92,7 +92,7 @@ def claim_afresh(conn: database.Connection, _: Queue, job: claims.ClaimedJob) ->
 
 
 def renew(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
-    assert store.renew(conn, [(job.id, job.token)], 30.0) == {(job.id, job.token): True}
+    assert store.renew(conn, [(job.id, job.token)], 30.0) == {(job.id, job.token): HELD}
 
 
 def delete(conn: database.Connection, _: Queue, job: claims.ClaimedJob) -> None:
@@ -114,13 +114,13 @@ def test_rescue_against_somebody_else(connect: Connect, queue: Queue, act: Act, 
     if first == "owner":
         with owner.transaction():
             act(owner, queue, job)
-            assert rescue(keeper) == ([], []), "a row in other hands is skipped, not waited for"
-        assert rescue(keeper) == ([], [])
+            assert rescue(keeper) == ([], [], []), "a row in other hands is skipped, not waited for"
+        assert rescue(keeper) == ([], [], [])
         assert queue.value("select count(*) from aqd.job_attempts where kind = 'lost'") == 0
         return
     outcome: list[object] = []
     with keeper.transaction():
-        assert rescue(keeper) == ([job.id], [])
+        assert rescue(keeper) == ([job.id], [], [])
         late = threading.Thread(target=lambda: outcome.append(_late(act, owner, queue, job)), daemon=True)
         late.start()
         pid = owner.info.backend_pid
@@ -156,8 +156,8 @@ def test_owner_in_the_middle_of_the_row(connect: Connect, queue: Queue) -> None:
     with owner.transaction():
         # Rescue skips both; afterwards only the one that was not renewed may be taken.
         store.renew(owner, [(job.id, job.token)], 30.0)
-        assert rescue(keeper) == ([blocker.id], [])
-    assert rescue(keeper) == ([], [])
+        assert rescue(keeper) == ([blocker.id], [], [])
+    assert rescue(keeper) == ([], [], [])
     assert queue.state(job.id) == "PROCESSING"
 
 
@@ -216,5 +216,5 @@ def test_a_renewal_passes_over_a_row_in_other_hands(connect: Connect, queue: Que
     with operator.transaction():
         operator.execute("select from aqd.jobs where id = %s for update", [pairs[1][0]])
         kept = store.renew(owner, [*pairs, (pairs[0][0], 1)], 3600.0)
-        assert kept == {pairs[0]: True, pairs[1]: False, pairs[2]: True}
-    assert store.renew(owner, pairs, 3600.0) == dict.fromkeys(pairs, True)
+        assert kept == {pairs[0]: HELD, pairs[1]: store.Lease(False, False), pairs[2]: HELD}
+    assert store.renew(owner, pairs, 3600.0) == dict.fromkeys(pairs, HELD)
