@@ -25,9 +25,20 @@ from psycopg.rows import tuple_row
 
 from aqd import job, statements, store
 from aqd.errors import InputError, NotFoundError
-from aqd.store import EnqueuedJob, JobRow
+from aqd.store import Cancelled, EnqueuedJob, JobRow
 
-__all__ = ["EnqueuedJob", "InputError", "JobRow", "enqueue", "enqueue_async", "get", "retry"]
+__all__ = [
+    "Cancelled",
+    "EnqueuedJob",
+    "InputError",
+    "JobRow",
+    "cancel",
+    "cancel_async",
+    "enqueue",
+    "enqueue_async",
+    "get",
+    "retry",
+]
 
 
 def enqueue(
@@ -85,18 +96,14 @@ async def enqueue_async(
         max_attempts=max_attempts,
         timeout_s=timeout_s,
     )
-    statement = statements.get("enqueue")
-    arguments = tuple(_plain(getattr(request, name)) for name in statement.params)
-    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
-        try:
-            await cursor.execute(statement.text, arguments, binary=True)
-        except psycopg.errors.InvalidParameterValue as error:
-            if error.diag.column_name is None:
-                raise
-            raise InputError(error.diag.column_name, error.diag.message_detail or str(error)) from error
-        row = await cursor.fetchone()
-    assert row is not None
-    return EnqueuedJob._make(row)
+    names = statements.get("enqueue").params
+    try:
+        rows = await _run_async(conn, "enqueue", **{name: getattr(request, name) for name in names})
+    except psycopg.errors.InvalidParameterValue as error:
+        if error.diag.column_name is None:
+            raise
+        raise InputError(error.diag.column_name, error.diag.message_detail or str(error)) from error
+    return EnqueuedJob._make(rows[0])
 
 
 def get(conn: psycopg.Connection[Any], id: int | str) -> JobRow:
@@ -116,6 +123,30 @@ def retry(conn: psycopg.Connection[Any], id: int | str) -> EnqueuedJob:
         return store.retry_job(conn, number)
 
 
+def cancel(conn: psycopg.Connection[Any], id: int | str) -> Cancelled:
+    """Cancel a job; its ``state`` is the one after it.
+
+    CANCELLED: it will not run, now or again. PROCESSING: it runs, and is asked to end when the transaction
+    commits; it will be CANCELLED, or COMPLETED if it gets done before. COMPLETED, FAILED: it had ended, and
+    stays as it is. Doing it again is harmless. :class:`NotFoundError` if there is no such job.
+    """
+    number = job.parse_id(str(id))
+    with _tuple_rows(conn):
+        return store.cancel_job(conn, number)
+
+
+async def cancel_async(conn: psycopg.AsyncConnection[Any], id: int | str) -> Cancelled:
+    """As :func:`cancel`, on an asynchronous connection."""
+    number = job.parse_id(str(id))
+    state = (await _run_async(conn, "cancel_job", id=number))[0][0]
+    if state is None:
+        raise NotFoundError(f"there is no job {number}")
+    found = await _run_async(conn, "get_job_live", id=number) or await _run_async(
+        conn, "get_job_finished", id=number, within_s=None
+    )
+    return store.cancelled(number, state, JobRow._make(found[0]) if found else None)
+
+
 @contextmanager
 def _tuple_rows(conn: psycopg.Connection[Any]) -> Iterator[None]:
     """The application's row factory set aside: our statements expect tuples."""
@@ -125,6 +156,17 @@ def _tuple_rows(conn: psycopg.Connection[Any]) -> Iterator[None]:
         yield
     finally:
         conn.row_factory = factory
+
+
+async def _run_async(
+    conn: psycopg.AsyncConnection[Any], name: str, /, **params: Any
+) -> list[tuple[Any, ...]]:
+    """As :func:`aqd.database.run`; a conflict is the caller's to repeat, with its transaction."""
+    statement = statements.get(name)
+    arguments = tuple(_plain(params[each]) for each in statement.params)
+    async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
+        await cursor.execute(statement.text, arguments or None, binary=True)
+        return await cursor.fetchall()
 
 
 def _plain(value: Any) -> Any:

@@ -197,16 +197,24 @@ def retry_job(conn: Connection, id: int) -> EnqueuedJob:
 def cancel_job(conn: Connection, id: int) -> Cancelled:
     """End a job: at once if it waits, by its node if it runs; one that has ended stays as it is.
 
-    Raises :class:`NotFoundError`. Repeating it is harmless. The state is the one of a look afterwards, so a
-    job that ended in between is already told as ended.
+    Raises :class:`NotFoundError`. Repeating it is harmless.
     """
     state: str | None = run(conn, "cancel_job", id=id)[0][0]
     if state is None:
         raise NotFoundError(f"there is no job {id}")
-    job = get_job(conn, id)
-    if job is None:  # pruned in between
+    return cancelled(id, state, get_job(conn, id))
+
+
+def cancelled(id: int, state: str, seen: JobRow | None) -> Cancelled:
+    """What cancelling answers, from the state that it gave and a look afterwards (None: pruned in between).
+
+    A running job that ended in between is told as ended. A FAILED one that somebody retried in between is
+    told as FAILED: that is what was cancelled in vain, and the retry was not asked to end.
+    """
+    if seen is None:
         return Cancelled(id, state, None, None)
-    return Cancelled(id, job.state, job.cancel_requested_at, job.finished_at)
+    state = seen.state if state == "PROCESSING" else state
+    return Cancelled(id, state, seen.cancel_requested_at, seen.finished_at)
 
 
 def list_failed(

@@ -28,6 +28,7 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
         self.add_route("/jobs", resources.Jobs(self.pool, body_limit(cfg), cfg.jobs.max_payload_bytes))
         self.add_route("/jobs/{id}", resources.Job(self.pool))
         self.add_route("/jobs/{id}/retry", resources.Retry(self.pool, key))
+        self.add_route("/jobs/{id}/cancel", resources.Cancel(self.pool, key))
         self.add_route("/admin/failed-jobs", resources.FailedJobs(self.pool, key))
         self.add_route("/health", resources.Health(self.pool, cfg.keeper.node_ttl_s))
 

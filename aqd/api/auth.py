@@ -1,4 +1,4 @@
-"""The admin key: who may look at failed jobs and retry them.
+"""The admin key: who may look at failed jobs, retry and cancel jobs.
 
 Runs in the API's workers. Promises: without a configured key nobody may (403, never "open"); a key is
 compared in constant time as bytes; it is taken from one header only, never from the query string,

@@ -13,7 +13,7 @@ import msgspec
 
 from aqd.errors import InputError
 from aqd.job import MAX_ID, show
-from aqd.store import AttemptRow, EnqueuedJob, FailedJobRow, Health, JobRow
+from aqd.store import AttemptRow, Cancelled, EnqueuedJob, FailedJobRow, Health, JobRow
 
 Row = TypeVar("Row")
 
@@ -78,8 +78,19 @@ def enqueued(row: EnqueuedJob) -> dict[str, Any]:
     }
 
 
+def cancelled(row: Cancelled) -> dict[str, Any]:
+    """What cancelling answers: the job's state after it; PROCESSING means that it was asked to end."""
+    return {
+        "id": str(row.id),
+        "jobId": str(row.id),
+        "status": row.state,
+        "cancel_requested_at": moment(row.cancel_requested_at),
+        "finished_at": moment(row.finished_at),
+    }
+
+
 def job(row: JobRow) -> dict[str, Any]:
-    """A job in a list: everything but payload, result and attempts."""
+    """A job in a list: everything but payload, result, output and attempts."""
     return {
         "id": str(row.id),
         "status": row.state,
@@ -94,17 +105,28 @@ def job(row: JobRow) -> dict[str, Any]:
         "created_at": moment(row.created_at),
         "started_at": moment(row.claimed_at),
         "finished_at": moment(row.finished_at),
+        "cancel_requested_at": moment(row.cancel_requested_at),
+        "progress": progress(row),
         "node": row.node_id,
         "error": row.last_error,
     }
 
 
+def progress(row: JobRow) -> dict[str, Any] | None:
+    """What the handler last said about how far it is, null when it has said nothing."""
+    if row.progress_percent is None and row.progress_message is None:
+        return None
+    return {"percent": row.progress_percent, "message": row.progress_message}
+
+
 def job_in_full(row: JobRow, attempts: Sequence[AttemptRow]) -> dict[str, Any]:
-    """One job: payload, result, what it used, and the attempts that did not complete, oldest first."""
+    """One job: payload, result, what it used, the output that its handler keeps, and the attempts that did
+    not complete, oldest first."""
     return job(row) | {
         "jobId": str(row.id),
         "payload": raw(row.payload),
         "result": raw(row.result),
+        "output": row.output,
         "timings": {
             "waited_s": _seconds_between(row.created_at, row.claimed_at),
             "wall_s": row.wall_s,
@@ -122,6 +144,7 @@ def attempt(row: AttemptRow) -> dict[str, Any]:
     return {
         "attempt": row.attempt,
         "kind": row.kind,
+        "reason": row.reason,
         "error": row.error,
         "traceback": row.traceback,
         "signal": row.signal,
@@ -145,6 +168,7 @@ def failed_job(row: FailedJobRow) -> dict[str, Any]:
         "type": row.type,
         "queue": row.queue,
         "kind": row.kind,
+        "reason": row.reason,
         "error": row.error,
         "traceback": row.traceback,
         "attempts": row.attempts,

@@ -90,6 +90,28 @@ class Retry:
         answer(resp, render.enqueued(made))
 
 
+class Cancel:
+    """``POST /jobs/{id}/cancel``: the job does not run, or ends and is not run again. Needs the admin key.
+
+    The answer's status is the state after it: 200 when that is final, 202 while the job still runs and was
+    asked to end. A job that has ended stays as it is; cancelling it again, or too late, is no error.
+    """
+
+    def __init__(self, pool: Pool, key: AdminKey) -> None:
+        self._pool = pool
+        self._key = key
+
+    def on_post(self, req: falcon.Request, resp: falcon.Response, id: str) -> None:
+        self._key.require(req)
+        query.parameters(req)
+        number = path_id(id)
+        found = self._pool.write(lambda conn: store.cancel_job(conn, number))
+        running = found.state == job.State.PROCESSING
+        if running:
+            resp.location = f"/jobs/{number}"  # where to look until it has ended
+        answer(resp, render.cancelled(found), 202 if running else 200)
+
+
 class FailedJobs:
     """``GET /admin/failed-jobs``: the dead-letter records, newest first. Needs the admin key."""
 

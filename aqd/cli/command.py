@@ -118,10 +118,13 @@ def run(args: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except BrokenPipeError:
         return reader_gone()
-    except AqdError as error:
-        return _report(str(error), error.exit_code)
     except Exception as error:
-        return _unexpected(error)
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """One line about ``error`` on standard error; the exit code that goes with it."""
+    return _report(str(error), error.exit_code) if isinstance(error, AqdError) else _unexpected(error)
 
 
 def _usage(error: click.ClickException) -> str:
@@ -165,7 +168,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def _show_traceback() -> None:
-    if os.environ.get("AQD_DEBUG", "") not in ("", "0"):
+    if os.environ.get("AQD_DEBUG", "") not in ("", "0") and sys.exc_info()[0] is not None:
         import traceback
 
         traceback.print_exc()

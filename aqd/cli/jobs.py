@@ -1,4 +1,4 @@
-"""``aqd submit``, ``jobs list|show|retry``, ``failed list``: jobs, directly in the database.
+"""``aqd submit``, ``jobs list|show|retry|cancel``, ``failed list``: jobs, directly in the database.
 
 The same validation and the same statements as the HTTP service and the Python client; ``--json`` prints the
 same documents as the service.
@@ -6,18 +6,22 @@ same documents as the service.
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aqd.cli.command import App
+from aqd.cli.command import App, report
 from aqd.cli.db import connect
-from aqd.errors import InputError, NotFoundError
+from aqd.errors import AqdError, InputError, NotFoundError, WorldError
 
 if TYPE_CHECKING:
-    from aqd.store import AttemptRow, JobRow
+    from aqd.database import Connection
 
 STATES = ("QUEUED", "PROCESSING", "COMPLETED", "FAILED", "CANCELLED")
+# Pauses between two looks at jobs that were asked to end.
+FIRST_LOOK_S = 0.05
+LONGEST_PAUSE_S = 1.0
 
 
 @click.command("submit")
@@ -68,11 +72,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 @click.group("jobs")
 def jobs_command() -> None:
-    """Look at jobs, try failed ones again."""
+    """Look at jobs, cancel them, try failed ones again."""
 
 
 @jobs_command.command("list")
-@click.option("--state", type=click.Choice(STATES, case_sensitive=False), help="Only jobs in this state.")
+@click.option(
+    "--state", "state_", type=click.Choice(STATES, case_sensitive=False), help="Only jobs in this state."
+)
 @click.option("--type", "type_", help="Only jobs of this type.")
 @click.option("--queue", help="Only jobs of this queue.")
 @click.option("--before", metavar="ID", help="Only jobs with smaller ids: the page after that one.")
@@ -81,7 +87,7 @@ def jobs_command() -> None:
 @click.pass_obj
 def list_command(
     app: App,
-    state: str | None,
+    state_: str | None,
     type_: str | None,
     queue: str | None,
     before: str | None,
@@ -91,36 +97,45 @@ def list_command(
     """List jobs, newest first."""
     from aqd import job, store
     from aqd.api import render
+    from aqd.cli.job_text import attempt_of, progress, state
     from aqd.cli.output import print_json, print_table, shorten
 
     cursor = job.parse_id(before, "--before") if before is not None else None
     with connect(app) as conn:
-        rows = store.list_jobs(conn, store.JobFilter(state, type_, queue), cursor, limit)
+        rows = store.list_jobs(conn, store.JobFilter(state_, type_, queue), cursor, limit)
     if as_json:
         print_json([render.job(row) for row in rows])
         return
     print_table(
-        ("id", "state", "type", "queue", "attempt", "created", "finished", "error"),
+        ("id", "state", "type", "queue", "attempt", "created", "finished", "progress", "error"),
         [
-            (r.id, r.state, r.type, r.queue, _attempt(r), r.created_at, r.finished_at, shorten(r.last_error))
+            (
+                r.id,
+                state(r),
+                r.type,
+                r.queue,
+                attempt_of(r),
+                r.created_at,
+                r.finished_at,
+                shorten(progress(r)),
+                shorten(r.last_error),
+            )
             for r in rows
         ],
         empty="no jobs",
     )
 
 
-def _attempt(row: "JobRow") -> str:
-    return str(row.attempt) if row.max_attempts is None else f"{row.attempt}/{row.max_attempts}"
-
-
 @jobs_command.command("show")
 @click.argument("id_", metavar="ID")
+@click.option("--output", "everything", is_flag=True, help="All kept output of all attempts.")
 @_json
 @click.pass_obj
-def show_command(app: App, id_: str, as_json: bool) -> None:
-    """Show one job: state, payload, result, failed attempts."""
+def show_command(app: App, id_: str, everything: bool, as_json: bool) -> None:
+    """Show one job: state, payload, result, failed attempts with the end of what the last one wrote."""
     from aqd import job, store
     from aqd.api import render
+    from aqd.cli.job_text import print_job
     from aqd.cli.output import print_json
 
     number = job.parse_id(id_)
@@ -132,59 +147,104 @@ def show_command(app: App, id_: str, as_json: bool) -> None:
     if as_json:
         print_json(render.job_in_full(row, attempts))
     else:
-        _print_job(row, attempts)
-
-
-def _print_job(row: "JobRow", attempts: list["AttemptRow"]) -> None:
-    from aqd.cli.output import cell, print_table, shorten
-    from aqd.log import printable
-
-    facts = {
-        "job": row.id,
-        "state": row.state,
-        "type": row.type,
-        "queue": row.queue,
-        "priority": row.priority,
-        "attempt": _attempt(row),
-        "created": row.created_at,
-        "not before": row.run_at,
-        "claimed": row.claimed_at,
-        "finished": row.finished_at,
-        "node": row.node_id,
-        "took": None if row.wall_s is None else f"{row.wall_s:.3f} s",
-        "error": row.last_error,
-        "payload": row.payload,
-        "result": row.result,
-    }
-    for name, value in facts.items():
-        if value is not None:
-            click.echo(printable(f"{name:<12}{cell(value)}"))
-    print_table(
-        ("attempt", "kind", "finished", "took s", "signal", "exit code", "error"),
-        [
-            (a.attempt, a.kind, a.finished_at, a.wall_s, a.signal, a.exit_code, shorten(a.error, 200))
-            for a in attempts
-        ],
-        title="attempts that did not complete",
-    )
-    if attempts and (trace := attempts[-1].traceback):
-        click.echo("traceback of the last one:")
-        for line in trace.splitlines():
-            click.echo(printable(f"  {line}"))
+        print_job(row, attempts, everything=everything)
 
 
 @jobs_command.command("retry")
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
 @click.pass_obj
-def retry_command(app: App, ids: tuple[str, ...]) -> None:
-    """Put FAILED jobs back into the queue as if they were new."""
-    from aqd import job, store
+def retry_command(app: App, ids: tuple[str, ...]) -> int:
+    """Put FAILED jobs back into the queue as if they were new.
 
-    numbers = [job.parse_id(text) for text in ids]
+    Jobs for which it is not possible are named and do not keep the others from being retried.
+    """
+    from aqd import store
+
+    def retry(conn: "Connection", number: int) -> None:
+        made = store.retry_job(conn, number)
+        click.echo(f"job {made.id} is {made.state}")
+
     with connect(app) as conn:
-        for number in numbers:
-            made = store.retry_job(conn, number)
-            click.echo(f"job {made.id} is {made.state}")
+        return _for_each(conn, ids, retry)
+
+
+@jobs_command.command("cancel")
+@click.argument("ids", metavar="ID...", nargs=-1, required=True)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0, 86_400),
+    metavar="SECONDS",
+    help="Wait at most so long for running jobs to end; exit code 1 if one has not.",
+)
+@click.pass_obj
+def cancel_command(app: App, ids: tuple[str, ...], wait_s: float | None) -> int:
+    """Cancel jobs: one that waits at once; one that runs is asked to end, and killed if it does not.
+
+    Nothing happens to jobs that have ended. Jobs that do not exist are named and do not keep the others
+    from being cancelled.
+    """
+    from aqd import store
+
+    running: list[int] = []
+
+    def cancel(conn: "Connection", number: int) -> None:
+        found = store.cancel_job(conn, number)
+        if found.state != "PROCESSING":
+            click.echo(f"job {number} is {found.state}")
+        elif wait_s is None:
+            click.echo(f"job {number} is PROCESSING, asked to end")
+        else:
+            running.append(number)
+
+    with connect(app) as conn:
+        code = _for_each(conn, ids, cancel)
+        late = _wait_for_end(conn, running, wait_s) if wait_s is not None else []
+    for number in late:
+        code = code or report(
+            WorldError(f"job {number} is still PROCESSING after {wait_s:g} s, asked to end")
+        )
+    return code
+
+
+def _for_each(conn: "Connection", ids: Iterable[str], act: "Callable[[Connection, int], None]") -> int:
+    """``act`` on each id; what fails is reported and the others are done. The first failure's exit code."""
+    import psycopg
+
+    from aqd import job
+
+    code = 0
+    for text in dict.fromkeys(ids):
+        try:
+            act(conn, job.parse_id(text))
+        except (AqdError, psycopg.Error) as error:
+            if conn.broken or conn.closed:
+                raise  # there will be no others
+            code = code or report(error)
+    return code
+
+
+def _wait_for_end(conn: "Connection", running: list[int], wait_s: float) -> list[int]:
+    """Print each job's state when it has ended; returns those that have not after ``wait_s``."""
+    import time
+
+    from aqd import store
+
+    waiting, pause = running, FIRST_LOOK_S
+    deadline = time.monotonic() + wait_s
+    while waiting:
+        live = store.job_facts(conn, waiting)  # a job that was asked to end leaves the live jobs when it has
+        for number in waiting:
+            if number not in live and (row := store.get_job(conn, number)) is not None:
+                click.echo(f"job {number} is {row.state}")
+        waiting = [number for number in waiting if number in live]
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        if waiting:
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+    return waiting
 
 
 @click.group("failed")
@@ -213,7 +273,7 @@ def failed_list_command(app: App, resolved: bool, before: str | None, limit: int
         print_json([render.failed_job(row) for row in rows])
         return
     print_table(
-        ("record", "job", "type", "queue", "kind", "attempts", "failed", "state now", "error"),
+        ("record", "job", "type", "queue", "kind", "reason", "attempts", "failed", "state now", "error"),
         [
             (
                 r.id,
@@ -221,6 +281,7 @@ def failed_list_command(app: App, resolved: bool, before: str | None, limit: int
                 r.type,
                 r.queue,
                 r.kind,
+                r.reason,
                 r.attempts,
                 r.failed_at,
                 r.state or r.resolution,

@@ -9,7 +9,12 @@ import pytest
 from tests.fixtures.api import ADMIN_KEY, Api
 
 KEY = ADMIN_KEY.encode()
-ROUTES = [("GET", "/admin/failed-jobs"), ("HEAD", "/admin/failed-jobs"), ("POST", "/jobs/1/retry")]
+ROUTES = [
+    ("GET", "/admin/failed-jobs"),
+    ("HEAD", "/admin/failed-jobs"),
+    ("POST", "/jobs/1/retry"),
+    ("POST", "/jobs/1/cancel"),
+]
 
 
 @pytest.mark.parametrize(("key", "in_file"), [("", False), (" \t ", False), ("\n", True)])

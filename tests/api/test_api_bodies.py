@@ -183,6 +183,7 @@ ROUTES = {
     "/jobs": {"GET", "HEAD", "POST", "OPTIONS"},
     "/jobs/1": {"GET", "HEAD", "OPTIONS"},
     "/jobs/1/retry": {"POST", "OPTIONS"},
+    "/jobs/1/cancel": {"POST", "OPTIONS"},
     "/admin/failed-jobs": {"GET", "HEAD", "OPTIONS"},
     "/health": {"GET", "HEAD", "OPTIONS"},
 }

@@ -104,12 +104,14 @@ def test_json_comes_back_as_it_was_sent(api: Api) -> None:
 def test_what_is_no_id_is_not_found(shared_api: Api, id: str) -> None:
     assert shared_api.get(f"/jobs/{id}").problem(404)
     assert shared_api.admin("POST", f"/jobs/{id}/retry").problem(404)
+    assert shared_api.admin("POST", f"/jobs/{id}/cancel").problem(404)
 
 
 @pytest.mark.parametrize("id", ["1", "9223372036854775807"])
 def test_a_job_that_does_not_exist(shared_api: Api, id: str) -> None:
     shared_api.get(f"/jobs/{id}").problem(404, id)
     shared_api.admin("POST", f"/jobs/{id}/retry").problem(404, id)
+    shared_api.admin("POST", f"/jobs/{id}/cancel").problem(404, id)
 
 
 def test_pages_are_stable_while_jobs_arrive(api: Api, jobs: Jobs) -> None:
