@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aqd import channel, messages, process, systemd
+from aqd import channel, messages, process, strays, systemd
 from aqd.config import Config
 from aqd.log import get_logger
 from aqd.process import ExitStatus, boottime
@@ -34,8 +34,9 @@ _SECRETS = ("ADMIN_API_KEY", "DATABASE_URL", "AQD_API_ADMIN_API_KEY", "AQD_DATAB
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What children get: systemd's variables are the master's alone (gunicorn would send READY for us)."""
-    env = dict(environ)
+    """What children get: systemd's variables are the master's alone (gunicorn would send READY for us), and
+    what marks a job's helpers is not for the helpers of another daemon's job that are a daemon themselves."""
+    env = {k: v for k, v in environ.items() if k not in (strays.MARKER, strays.DETACH, strays.NODE)}
     systemd.strip_environment(env)
     return env
 

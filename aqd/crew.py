@@ -1,7 +1,7 @@
 """The node's worker processes as the master holds them: spawn, attach, limit, recall, settle.
 
 Run by the master only. What should be there is decided by :mod:`aqd.slots`, when a job must end by
-:mod:`aqd.limits`; this module carries it out. For every worker incarnation it keeps the page and the
+:mod:`aqd.limits`, how much memory it takes is measured by :mod:`aqd.memory`; this module carries it out. For every worker incarnation it keeps the page and the
 dispatcher's end of the channel, from the spawn until the dispatcher says that the worker is *settled*, so
 that a dispatcher that dies is replaced without the workers noticing, and a job that was running when worker
 and dispatcher died together is still attributed.
@@ -14,12 +14,21 @@ import contextlib
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from aqd import channel, limits, messages, process, slots
+from aqd import channel, limits, memory, messages, process, slots, strays
 from aqd.log import get_logger
 from aqd.page import Page, StopReason
-from aqd.process import STOP_SIGNAL, ExitStatus, boottime, boottime_ns, signal_group, while_stopped
+from aqd.process import (
+    DUMP_SIGNAL,
+    STOP_SIGNAL,
+    ExitStatus,
+    Usage,
+    boottime,
+    boottime_ns,
+    while_stopped,
+)
 
 log = get_logger("master")
 
@@ -28,6 +37,15 @@ log = get_logger("master")
 _UNMATCHED_S = 10.0
 # An idle worker moves its counter every few seconds; one that has not for this long is stopped or stuck.
 IDLE_LIMIT_S = 20.0
+# Of what workers print, so much is kept; and it is cut down when it takes more than the second.
+OUTPUT_KEPT, OUTPUT_MAX = 128 << 10, 1 << 20
+# How often output files are looked at (500 MiB/s were measured: 100 MiB between two looks), and how often
+# the memory of workers without a limit and the kernel's own killing.
+OUTPUT_LOOK_S, SLOW_LOOK_S = 0.2, 1.0
+# A job with a limit is announced before it is written into the page; by then it stands there or never will.
+WATCH_S = 0.5
+# Of the output of a worker that ended without ever having had a job, so much goes into the log.
+_LAST_WORDS = 500
 
 
 @dataclass(slots=True)
@@ -44,11 +62,22 @@ class Seat:
     pid: int | None = None
     attached: bool = False
     stop: limits.Stop | None = None
+    cancelled: set[int] = field(default_factory=set)
     killed: tuple[StopReason, int] | None = None
+    detail: str = ""
     exited: messages.Exited | None = None
     progress: tuple[int, float] = (0, 0.0)
+    meter: memory.Meter | None = None
+    watch_until: float | None = None
+    look_at: float = 0.0
+    looked_finished: int = 0
+
+    @property
+    def living(self) -> bool:
+        return self.pid is not None and self.exited is None and self.killed is None
 
     def close(self) -> None:
+        process.end_output(self.output_fd)
         self.page.close()
         os.close(self.page_fd)
         os.close(self.output_fd)
@@ -57,7 +86,7 @@ class Seat:
 
 class Crew:
     """All seats, living and unsettled. ``loader`` and ``dispatcher`` are set by the master as they come
-    and go; None while there is none."""
+    and go; None while there is none. ``worker_died(pid, incarnation)`` is called for each death."""
 
     def __init__(self, plan: slots.Slots) -> None:
         self.plan = plan
@@ -66,24 +95,33 @@ class Crew:
         self.seats: dict[int, Seat] = {}
         self.gave_up = False
         self.start_limit_s = IDLE_LIMIT_S  # until a worker is in its loop: late plugins and hooks run before
+        self.recycle_memory_kb = 0  # 0: never for that
         self.restarts: dict[str, int] = {}
-        self._unmatched: dict[int, tuple[ExitStatus, float]] = {}
+        self.worker_died: Callable[[int, int], None] = lambda _pid, _incarnation: None
+        self._unmatched: dict[int, tuple[ExitStatus, Usage, float]] = {}
+        self._oom = memory.OomWatch()
+        self._next_output_look = self._next_slow_look = 0.0
 
     # --- carrying out the plan
 
     def act(self) -> None:
         """Do what :meth:`aqd.slots.Slots.plan` says now."""
+        for worker in self.plan.workers():
+            if worker.state is slots.State.STANDBY and not worker.ready and self.reached_loop(worker):
+                self.plan.ready(worker.incarnation)
         for action in self.plan.plan(boottime()):
             match action:
                 case slots.Spawn():
                     self._spawn(action)
+                case slots.Attach(incarnation):
+                    self._attach(self.seats[incarnation])
                 case slots.Retire(incarnation):
                     self._tell(messages.Retire(incarnation))
                 case slots.Close(incarnation):
                     self.close_channel(incarnation)
                 case slots.Kill(incarnation, pid):
                     log.warning("worker did not end, killing it", slot=self._slot(incarnation), child=pid)
-                    signal_group(pid, signal.SIGKILL)
+                    strays.kill_group(pid)
                 case slots.Missing(incarnation):
                     self._missing(incarnation)
                 case slots.GiveUp(failures):
@@ -156,43 +194,66 @@ class Crew:
             return
         seat.pid = pid
         seat.progress = (seat.page.turns, boottime())
+        seat.meter = memory.Meter(pid)
         self.plan.spawned(incarnation, pid, boottime())
-        self._attach(seat)
+        worker = self.plan.worker(incarnation)
+        if worker is not None and worker.state is slots.State.SERVING:
+            self._attach(seat)
         log.debug("worker started", slot=seat.slot, child=pid, generation=seat.generation)
-        status, at = self._unmatched.pop(pid, (None, 0.0))
+        status, usage, at = self._unmatched.pop(pid, (None, Usage(), 0.0))
         if status is not None and at > boottime() - _UNMATCHED_S:
-            self._exited(seat, status)
+            self._exited(seat, status, usage)
 
-    def reaped(self, pid: int, status: ExitStatus) -> None:
+    def reaped(self, pid: int, status: ExitStatus, usage: Usage) -> None:
         """A child that is neither loader, dispatcher nor API has ended."""
         for seat in self.seats.values():
             # Its page names it even if its birth was not reported: the loader may have died or been replaced.
             if (seat.pid or seat.page.pid) == pid and seat.exited is None:
                 self.spawned(seat.incarnation, pid)
-                self._exited(seat, status)
+                self._exited(seat, status, usage)
                 return
         now = boottime()
         # Not for ever: the number of a long gone orphan may become a worker's.
-        self._unmatched = {p: (s, t) for p, (s, t) in self._unmatched.items() if t > now - _UNMATCHED_S}
-        self._unmatched[pid] = (status, now)
+        self._unmatched = {p: kept for p, kept in self._unmatched.items() if kept[2] > now - _UNMATCHED_S}
+        self._unmatched[pid] = (status, usage, now)
 
     def before_reaping(self, pid: int) -> None:
         """The zombie's group dies with it: what a job left running in the worker's own group."""
-        if any(s.pid == pid for s in self.seats.values()):
-            signal_group(pid, signal.SIGKILL)
+        if any((s.pid or s.page.pid) == pid for s in self.seats.values()):
+            strays.kill_group(pid)
 
-    def _exited(self, seat: Seat, status: ExitStatus) -> None:
+    def _exited(self, seat: Seat, status: ExitStatus, usage: Usage) -> None:
         reason, number = seat.killed or (StopReason.NONE, -1)
-        seat.exited = messages.Exited(seat.incarnation, status.signal, status.code, reason, number)
+        oom = not reason and status.signal == signal.SIGKILL and self._oom.explains_death(boottime())
+        seat.exited = messages.Exited(
+            seat.incarnation,
+            status.signal,
+            status.code,
+            reason,
+            number,
+            seat.detail,
+            oom,
+            usage.cpu_us,
+            usage.peak_kb,
+        )
+        if seat.pid is not None:
+            self.worker_died(seat.pid, seat.incarnation)
         worker = self.plan.worker(seat.incarnation)
         expected = worker is not None and worker.state in (slots.State.LEAVING, slots.State.CLOSING)
         current = seat.page.current()
         if not (expected and status.ok):
             job = str(seat.page.entry(current).job_id) if current >= 0 else None
-            why = reason.name.lower() if reason else str(status)
+            why = reason.name.lower() if reason else "oom" if oom else str(status)
             self.restarts[why] = self.restarts.get(why, 0) + 1
+            more = {} if seat.page.started else {"output": _last_words(seat.output_fd)}
             log.warning(
-                "worker ended", slot=seat.slot, child=seat.pid, status=str(status), reason=why, job_id=job
+                "worker ended",
+                slot=seat.slot,
+                child=seat.pid,
+                status=str(status),
+                reason=why,
+                job_id=job,
+                **more,
             )
         else:
             log.debug("worker ended", slot=seat.slot, child=seat.pid, status=str(status))
@@ -229,10 +290,11 @@ class Crew:
     def attach_all(self) -> None:
         """Hand everything to a new dispatcher; its predecessor has been reaped."""
         for seat in self.seats.values():
-            if seat.pid is None:
-                continue
-            self._attach(seat)
             worker = self.plan.worker(seat.incarnation)
+            serves = worker is not None and worker.state in (slots.State.SERVING, slots.State.LEAVING)
+            if seat.pid is None or not (serves or seat.attached or seat.page.written):
+                continue  # one that stands by, or was closed before it was ever attached
+            self._attach(seat)
             if seat.exited is not None:
                 self._tell(seat.exited)
             elif worker is not None and worker.state is slots.State.LEAVING:
@@ -257,36 +319,152 @@ class Crew:
     def fence(self, incarnation: int, number: int) -> None:
         """The lease of that entry is lost: kill the worker if it is on it."""
         seat = self.seats.get(incarnation)
-        if seat is not None and seat.exited is None:
+        if seat is not None and seat.living:
             self._kill(seat, number, StopReason.FENCE)
+
+    def cancel(self, incarnation: int, number: int) -> None:
+        """End the job of that entry, now or when the worker comes to it."""
+        seat = self.seats.get(incarnation)
+        if seat is not None and seat.living and number >= seat.page.finished:
+            seat.cancelled.add(number)
+
+    def watch(self, incarnation: int) -> None:
+        """A job with a memory limit is about to be sent."""
+        seat = self.seats.get(incarnation)
+        if seat is not None and seat.living:
+            seat.watch_until = boottime() + WATCH_S
+            seat.look_at = 0.0
+            self._rebase(seat)
 
     # --- limits
 
-    def enforce(self, grace_s: float, *, stop_all: bool) -> None:
-        """Look at every page and end what must end. ``stop_all``: the drain is over."""
+    def enforce(self, grace_s: float, *, stop_all: bool) -> float | None:
+        """Look at every page and end what must end; when to look again, None if the tick is soon enough.
+
+        ``stop_all``: the drain is over.
+        """
         now_ns, grace_ns = boottime_ns(), int(grace_s * 1e9)
+        now = now_ns / 1e9
+        moments: list[float] = []
         for seat in self.seats.values():
-            if seat.pid is None or seat.exited is not None or seat.killed is not None:
+            if not seat.living:
                 continue
-            seat.stop, step = limits.review(seat.page, seat.stop, now_ns, grace_ns, stop_all=stop_all)
+            assert seat.pid is not None
+            if seat.cancelled:
+                seat.cancelled = {n for n in seat.cancelled if n >= seat.page.finished}
+            seat.stop, step = limits.review(
+                seat.page, seat.stop, now_ns, grace_ns, stop_all=stop_all, cancelled=seat.cancelled
+            )
             match step:
                 case limits.Soft(number, reason):
                     seat.page.request_stop(number, reason)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(seat.pid, STOP_SIGNAL)
+                case limits.Dump(number):
+                    self._dump(seat, number)
                 case limits.Hard(number, reason):
                     self._kill(seat, number, reason)
                 case None if seat.page.current() < 0:
-                    self._check_idle(seat, now_ns / 1e9)
+                    self._check_idle(seat, now)
+            if (look_ns := limits.next_look(seat.page, seat.stop, grace_ns)) is not None:
+                moments.append(look_ns / 1e9)
+            if seat.killed is None and (look := self._look_at_memory(seat, now)) is not None:
+                moments.append(look)
+        self._look_slowly(now)
+        return min(moments, default=None)
 
-    def _kill(self, seat: Seat, number: int, reason: StopReason) -> None:
+    def _kill(self, seat: Seat, number: int, reason: StopReason, detail: str = "") -> None:
         assert seat.pid is not None
-        if while_stopped(seat.pid, lambda: seat.page.current() == number):
-            seat.killed = (reason, number)
+        if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=strays.kill_group):
+            seat.killed, seat.detail = (reason, number), detail
             job = str(seat.page.entry(number).job_id)
+            more = {"detail": detail} if detail else {}
             log.warning(
-                "worker killed", slot=seat.slot, child=seat.pid, job_id=job, reason=reason.name.lower()
+                "worker killed",
+                slot=seat.slot,
+                child=seat.pid,
+                job_id=job,
+                reason=reason.name.lower(),
+                **more,
             )
+
+    @staticmethod
+    def _dump(seat: Seat, number: int) -> None:
+        """Its stacks, into its output. A handler may have taken the signal's handler away: then not."""
+        assert seat.pid is not None
+        if seat.page.current() == number and process.catches(seat.pid, DUMP_SIGNAL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(seat.pid, DUMP_SIGNAL)
+
+    def _look_at_memory(self, seat: Seat, now: float) -> float | None:
+        """Hold the worker to the limit of the job that it is on; when to look again, None for the tick."""
+        page, number = seat.page, seat.page.current()
+        limit_kb = page.entry(number).memory_kb if number >= 0 else 0
+        if seat.meter is None or not (limit_kb or seat.watch_until is not None):
+            return None
+        if now < seat.look_at:
+            return seat.look_at
+        smallest_kb = limits.memory_limit_kb(page)
+        if not smallest_kb:
+            if seat.watch_until is not None and now >= seat.watch_until:
+                seat.watch_until = None
+            seat.look_at = now + memory.SOONEST_S
+            return seat.look_at
+        if seat.watch_until is None:
+            seat.watch_until = now  # seen without having been announced: by a dispatcher that has died since
+        used_kb = self._used_kb(seat, limit_kb or smallest_kb)
+        if limit_kb and used_kb > limit_kb and not page.returned(number):
+            detail = f"used {used_kb >> 10} MiB of {limit_kb >> 10} MiB"
+            self._kill(seat, number, StopReason.MEMORY, detail)
+        left_kb = 0 if seat.meter.unsure else smallest_kb - used_kb
+        seat.look_at = boottime() + memory.pause_s(left_kb)
+        return seat.look_at
+
+    def _used_kb(self, seat: Seat, limit_kb: int) -> int:
+        assert seat.meter is not None
+        taken, length = process.allocated(seat.output_fd)
+        written = max(0, length - seat.page.output_at)  # by this job; the rest is its predecessors'
+        if taken > OUTPUT_MAX:
+            process.punch_hole(seat.output_fd, OUTPUT_KEPT)
+        # The loader, and the other workers of its generation.
+        sharers = sum(s.generation == seat.generation and s.living for s in self.seats.values())
+        return seat.meter.used_kb(limit_kb, max(sharers, 1)) + (min(taken, written) >> 10)
+
+    @staticmethod
+    def _rebase(seat: Seat) -> None:
+        """What the worker has before its first job is not a job's: the image, and what its start hooks load."""
+        if seat.meter is not None and seat.page.started == 0:
+            before = seat.meter.baseline_kb
+            seat.meter.rebase()
+            if seat.page.started:  # it has begun meanwhile
+                seat.meter.baseline_kb = before
+
+    def _look_slowly(self, now: float) -> None:
+        """What need not be looked at in every turn."""
+        if now >= self._next_output_look:
+            self._next_output_look = now + OUTPUT_LOOK_S
+            for seat in self.seats.values():
+                if process.allocated(seat.output_fd)[0] > OUTPUT_MAX:
+                    process.punch_hole(seat.output_fd, OUTPUT_KEPT)
+        if now < self._next_slow_look:
+            return
+        self._next_slow_look = now + SLOW_LOOK_S
+        self._oom.look(now)
+        for seat in self.seats.values():
+            if seat.living and seat.page.started == 0:
+                self._rebase(seat)
+            elif seat.living and self.recycle_memory_kb and seat.page.finished != seat.looked_finished:
+                seat.looked_finished = seat.page.finished
+                self._recycle_if_large(seat)
+
+    def _recycle_if_large(self, seat: Seat) -> None:
+        worker = self.plan.worker(seat.incarnation)
+        if worker is None or worker.recycle or worker.state is not slots.State.SERVING:
+            return
+        used_kb = self._used_kb(seat, self.recycle_memory_kb)
+        if used_kb > self.recycle_memory_kb:
+            log.info("worker is recycled", slot=seat.slot, child=seat.pid, used_mb=used_kb >> 10)
+            self.plan.recycle(seat.incarnation)
 
     def _check_idle(self, seat: Seat, now: float) -> None:
         """An idle worker that does not move (stopped, stuck in a hook) would hold its slot for ever."""
@@ -296,7 +474,11 @@ class Crew:
             seat.progress = (seat.page.turns, now)
         elif now >= since + limit_s and seat.pid is not None:
             seat.progress = (seen, now)
-            if while_stopped(seat.pid, lambda: seat.page.current() < 0 and seat.page.turns == seen):
+            if while_stopped(
+                seat.pid,
+                lambda: seat.page.current() < 0 and seat.page.turns == seen,
+                kill=strays.kill_group,
+            ):
                 log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
 
     def forgive(self, now: float) -> None:
@@ -323,4 +505,16 @@ class Crew:
         """The last act of a master that cannot wait any longer."""
         for seat in self.seats.values():
             if seat.pid is not None and seat.exited is None:
-                signal_group(seat.pid, signal.SIGKILL)
+                strays.kill_group(seat.pid)
+
+    def pids(self) -> set[int]:
+        """Of all workers that are not known to have ended, also where only the page names them yet."""
+        seats = [seat for seat in self.seats.values() if seat.exited is None]
+        return {pid for seat in seats for pid in (seat.pid, seat.page.pid) if pid}
+
+
+def _last_words(output_fd: int) -> str:
+    """The end of an output file, printable."""
+    length = process.allocated(output_fd)[1]
+    data = os.pread(output_fd, _LAST_WORDS, max(0, length - _LAST_WORDS))
+    return data.decode("utf-8", "backslashreplace").replace("\0", "\\0").strip()

@@ -82,6 +82,9 @@ class Generations:
         self._opened, self._closed = opened, closed
         self.last = 0  # the number of the generation that was started last
         self._let_go: set[int] = set()
+        # Each loader leads a session, and so do not yet the workers that it has just forked: those of a loader
+        # that has died, too.
+        self.sessions: set[int] = set()
 
     # --- starting and ending
 
@@ -111,11 +114,17 @@ class Generations:
         limit = config.plugins.import_timeout_s + LOADER_MARGIN_S
         loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late, suspect=suspect)
         self.candidate = loader
+        self.sessions.add(pid)
         self._opened(loader)
         # Handlers have no business with the daemon's secrets.
         public = _without_secrets(config)
         with contextlib.suppress(channel.ChannelClosed):
             peer.send(messages.Load(public, generation, os.getpid(), skip, late))
+
+    def pids(self) -> set[int]:
+        """Of all loaders that have not been reaped."""
+        living = (self.serving, self.previous, self.candidate)
+        return {loader.pid for loader in living if loader is not None} | self._let_go
 
     def _end(self, loader: Loader) -> None:
         """Let go of a loader: it ends when its channel does. Its death needs no further notice."""

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, config, control, log, messages, process, slots, status, systemd
+from aqd import __version__, channel, config, control, log, messages, process, slots, status, strays, systemd
 from aqd.children import ApiChild, DispatcherChild, child_environment, without_secrets
 from aqd.config import Config
 from aqd.crew import Crew
@@ -31,7 +31,7 @@ from aqd.errors import AqdError, ConfigError, Exit
 from aqd.generations import LOADER_MARGIN_S, Generations, Loader
 from aqd.hookspecs import PluginInfo
 from aqd.pidfile import pid_file
-from aqd.process import boottime
+from aqd.process import Signals, boottime
 
 logger = log.get_logger("master")
 
@@ -39,45 +39,15 @@ logger = log.get_logger("master")
 DESCRIPTORS, DESCRIPTORS_PER_SLOT = 128, 8
 # How often the pages are looked at: limits are met within this, an idle node's cost is this.
 TICK_S = 0.2
-# After the drain and the grace: outcomes may still be written for so long, then the leases must do.
-FINAL_S = 10.0
+# After the drain and the grace: outcomes may still be written for so long, then the leases must do; and not
+# even so long if the database has owed an answer for the second.
+FINAL_S, SILENT_S = 10.0, 1.0
 # While starting is slow (the database is away), systemd is asked for so much more at a time.
 EXTEND_S = 30.0
 # Having not run for so long, the master was suspended: nobody else is to blame for having been silent.
 FROZEN_S = 3.0
 # So many workers in a row may end before their loop until a reload is taken back.
 UNPROVED_FAILURES_MAX = 3
-
-
-class Signals:
-    """Signals as bytes in a pipe: the handlers do nothing else, so they can interrupt anything."""
-
-    # USR1 and USR2 mean nothing here, but recipes for other daemons send them, and their default is death.
-    HANDLED = (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGCHLD,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    )
-
-    def __init__(self) -> None:
-        self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in self.HANDLED:
-            signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-
-    def fileno(self) -> int:
-        return self._reader
-
-    def read(self) -> set[int]:
-        """The signals that came since the last call."""
-        try:
-            return set(os.read(self._reader, 4096))
-        except BlockingIOError:
-            return set()
 
 
 class Master:
@@ -98,9 +68,10 @@ class Master:
         self.selector = selectors.DefaultSelector()
         self.plan = slots.Slots(cfg.daemon.slots, cfg.daemon.spawn_failures_max)
         self.crew = Crew(self.plan)
+        self.crew.recycle_memory_kb = cfg.daemon.recycle_memory_mb << 10
         env = child_environment(os.environ)
         self.generations = Generations(
-            without_secrets(env),
+            without_secrets(env) | {strays.NODE: self.node_id},
             ready=self._generation_ready,
             refused=lambda errors: self._generation_refused(errors, self.generations.last),
             spawned=self.crew.spawned,
@@ -111,11 +82,14 @@ class Master:
         self.api = (
             ApiChild(env | ({"AQD_CONFIG": config_path} if config_path else {}), cfg) if with_api else None
         )
+        self.hunt = strays.Hunt(self.node_id, self._known_children, lambda: self.generations.sessions)
+        self.crew.worker_died = lambda pid, incarnation: self.hunt.worker_died(pid, incarnation, boottime())
         self.control = control.Server(config.control_socket(cfg), self.selector, self._on_command)
         self.selector.register(signals, selectors.EVENT_READ, lambda: None)
         self.draining_until: float | None = None
         self.exit_code = Exit.OK
         self._last_turn = boottime()
+        self._look_at: float | None = None  # when a page, or what a dead worker left, wants a look
         # What the workers serve, and the dispatcher must know, also while that generation's loader is dead.
         self.served: Loader | None = None
         self.ready_sent = False
@@ -157,7 +131,11 @@ class Master:
         self.dispatcher.check(now)
         self._start_children(now)
         drain_over = self.draining_until is not None and now >= self.draining_until
-        self.crew.enforce(self.config.daemon.kill_grace_s, stop_all=drain_over)
+        looks = [
+            self.crew.enforce(self.config.daemon.kill_grace_s, stop_all=drain_over),
+            self.hunt.turn(now),
+        ]
+        self._look_at = min((moment for moment in looks if moment is not None), default=None)
         self.crew.act()
         self._prove_generation()
         self.dispatcher.flush()
@@ -169,7 +147,7 @@ class Master:
     def _timeout(self) -> float:
         # A pid not yet known or a message not yet sent wants a look soon, too: the tick covers that.
         now = boottime()
-        moments = [self.plan.next_at(), self.generations.next_at()]
+        moments = [self.plan.next_at(), self.generations.next_at(), self._look_at]
         if self.draining_until is not None and self.draining_until > now:
             moments.append(self.draining_until)
         soonest = min((m for m in moments if m is not None), default=now + TICK_S)
@@ -183,7 +161,7 @@ class Master:
                 self.reload("SIGHUP")
 
     def _reap(self) -> None:
-        for pid, exit_status in process.reap(self._before_reaping):
+        for pid, exit_status, usage in process.reap(self._before_reaping):
             if pid == self.dispatcher.pid:
                 self._read_dispatcher()
                 self._dispatcher_closed()
@@ -194,13 +172,18 @@ class Master:
                 if self.generations.serving is None:
                     self.crew.loader, self.plan.loader_up = None, False
             else:
-                self.crew.reaped(pid, exit_status)
+                self.crew.reaped(pid, exit_status, usage)
 
     def _before_reaping(self, pid: int) -> None:
         """What dies with a child, while the child's number is still its own."""
         self.crew.before_reaping(pid)
         if self.api is not None and pid == self.api.pid:
             process.signal_group(pid, signal.SIGKILL)  # gunicorn's workers with their arbiter
+
+    def _known_children(self) -> set[int]:
+        """Whoever is a child of ours by right: all others were adopted."""
+        others = (self.dispatcher.pid, self.api.pid if self.api else None)
+        return self.crew.pids() | self.generations.pids() | {pid for pid in others if pid is not None}
 
     def _start_children(self, now: float) -> None:
         if self._done_serving():
@@ -264,6 +247,7 @@ class Master:
         self.served = loader
         self.plan.serving, self.plan.loader_up = loader.generation, True
         self.plan.count = self.config.daemon.slots
+        self.crew.recycle_memory_kb = self.config.daemon.recycle_memory_mb << 10
         # Until a worker of it has reached its loop there may be a way back.
         unproved = self.generations.previous is not None
         self.plan.failures_max = UNPROVED_FAILURES_MAX if unproved else self.config.daemon.spawn_failures_max
@@ -413,6 +397,12 @@ class Master:
                 self.crew.settled(incarnation)
             case messages.Fence(incarnation, number):
                 self.crew.fence(incarnation, number)
+            case messages.Cancel(incarnation, number):
+                self.crew.cancel(incarnation, number)
+            case messages.Watch(incarnation):
+                self.crew.watch(incarnation)
+            case messages.Recycle(incarnation):
+                self.plan.recycle(incarnation)
             case messages.Report():
                 self.dispatcher.report = message
             case messages.Drained():
@@ -449,11 +439,17 @@ class Master:
     def _done_serving(self) -> bool:
         return self.draining_until is not None and not self.crew.seats
 
+    def _stopping_jobs(self) -> bool:
+        """Whether a job is still being ended: what the leases are left with must not run any more."""
+        return bool(self.crew.busy())
+
     def _done(self, now: float) -> bool:
         if self.draining_until is None:
             return False
-        last = self.draining_until + self.config.daemon.kill_grace_s + FINAL_S
-        if now >= last:
+        over = self.draining_until + self.config.daemon.kill_grace_s
+        report = self.dispatcher.report
+        silent = report is not None and (not report.database_up or report.silent_s > SILENT_S)
+        if now >= over + (0.0 if silent and not self._stopping_jobs() else FINAL_S):
             logger.error("drain did not end, leaving the rest to the leases", unsettled=len(self.crew.seats))
             return True
         if self.crew.seats:
@@ -475,12 +471,12 @@ class Master:
         while boottime() < deadline:
             for _ in process.reap(lambda _: None):
                 pass
-            left = process.children()
+            left = [pid for pid in process.children() if not strays.detached(strays.environment(pid))]
             if not left:
                 break
             if os.getpid() != 1 and boottime() > deadline - 1.5:
-                for pid in left:  # adopted: what jobs had detached. All children of ours are ours.
-                    process.signal_group(pid, signal.SIGKILL)
+                for pid in left:  # adopted: what jobs left running. All children of ours are ours.
+                    strays.kill_group(pid)
             self.selector.select(0.01)
             self.signals.read()
         self.control.close()

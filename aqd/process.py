@@ -26,8 +26,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 ALL_SIGNALS = frozenset(signal.valid_signals())
 # The spawned program finds what it was given at these numbers, whatever they were in the parent.
 FIRST_PASSED_FD = 3
-# Asks a worker to end the job that its page names. Handlers may use all other signals.
+# Asks a worker to end the job that its page names. Handlers may use all other signals but the next.
 STOP_SIGNAL = signal.SIGUSR1
+# Asks a worker for its Python stacks, just before a hard kill: faulthandler answers it, in C code too.
+DUMP_SIGNAL = signal.SIGRTMIN + 10
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_BLOCK = 512  # what st_blocks counts in, whatever the file system's blocks are
+_PAGE = 4096
 
 
 def boottime_ns() -> int:
@@ -103,9 +108,36 @@ def unblock_signals() -> None:
 def output_file(name: str) -> int:
     """An anonymous file for what a worker and its helpers print: writing never blocks, whoever holds a
     descriptor reads it after their death, and a hole punched into its beginning gives the memory back."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     return fd
+
+
+def allocated(fd: int) -> tuple[int, int]:
+    """(bytes in memory, length) of an output file."""
+    stat = os.fstat(fd)
+    return stat.st_blocks * _BLOCK, stat.st_size
+
+
+def punch_hole(fd: int, keep: int) -> None:
+    """Give back the memory of an output file but for its last ``keep`` bytes; its length stays.
+
+    Cutting it with ftruncate lost 420,000 of 1.75 million lines between the reading and the cutting, a hole
+    one. Writers go on meanwhile: offsets only grow.
+    """
+    end = (os.fstat(fd).st_size - keep) // _PAGE * _PAGE
+    mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    if end > 0 and _libc.fallocate(fd, mode, ctypes.c_long(0), ctypes.c_long(end)) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"fallocate: {os.strerror(errno)}")
+
+
+def end_output(fd: int) -> None:
+    """Nobody looks after an output file any more: a detached helper that still writes to it must not fill the
+    memory. It may overwrite what is there, and gets EPERM beyond it."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        punch_hole(fd, 0)
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, blocked: bool = True) -> int:
@@ -186,7 +218,16 @@ def exit_status(status: int) -> ExitStatus:
     return ExitStatus(None, os.waitstatus_to_exitcode(status))
 
 
-def reap(before: Callable[[int], None]) -> Iterator[tuple[int, ExitStatus]]:
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process used in its life: processor time with that of all descendants that were waited for, and
+    the largest resident size that it, or one of those, ever had (an image shared with others included)."""
+
+    cpu_us: int = 0
+    peak_kb: int = 0
+
+
+def reap(before: Callable[[int], None]) -> Iterator[tuple[int, ExitStatus, Usage]]:
     """All children that have ended so far (several deaths can hide behind one SIGCHLD).
 
     ``before(pid)`` is called while the child is still a zombie, so its group's number cannot have been
@@ -198,10 +239,14 @@ def reap(before: Callable[[int], None]) -> Iterator[tuple[int, ExitStatus]]:
             if info is None:
                 return
             before(info.si_pid)
-            pid, status = os.waitpid(info.si_pid, 0)
+            pid, status, usage = os.wait4(info.si_pid, 0)
         except ChildProcessError:
             return
-        yield pid, exit_status(status)
+        yield (
+            pid,
+            exit_status(status),
+            Usage(int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss),
+        )
 
 
 def children() -> list[int]:
@@ -221,7 +266,23 @@ def signal_group(leader: int, sig: int) -> bool:
     return reached
 
 
-def while_stopped(pid: int, look: Callable[[], bool], *, wait_s: float = 0.1) -> bool:
+def catches(pid: int, sig: int) -> bool:
+    """Whether that process has a handler for ``sig``: without one, a real-time signal would be its death."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            _, _, rest = file.read().partition(b"\nSigCgt:")
+        return bool(int(rest[:32].split()[0], 16) >> (sig - 1) & 1)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def while_stopped(
+    pid: int,
+    look: Callable[[], bool],
+    *,
+    wait_s: float = 0.1,
+    kill: Callable[[int], object] = lambda pid: signal_group(pid, signal.SIGKILL),
+) -> bool:
     """Stop child ``pid``, look, and kill its whole group if ``look()`` is true, else let it go on.
 
     The one hard kill. Deciding first and killing then hits the *next* job of a fast worker (67 of 150
@@ -230,6 +291,7 @@ def while_stopped(pid: int, look: Callable[[], bool], *, wait_s: float = 0.1) ->
 
     Returns whether it was killed; a process that is already gone counts as not killed. A process that
     does not stop within ``wait_s`` (uninterruptible sleep) is judged as it is: it executes nothing.
+    ``kill(pid)`` does the killing.
     """
     try:
         os.kill(pid, signal.SIGSTOP)
@@ -248,12 +310,43 @@ def while_stopped(pid: int, look: Callable[[], bool], *, wait_s: float = 0.1) ->
         if boottime() >= deadline:
             break
         time.sleep(0.00005)
-    kill = False
+    killing = False
     try:
-        kill = look()
+        killing = look()
     finally:
-        if kill:
-            signal_group(pid, signal.SIGKILL)
+        if killing:
+            kill(pid)
         else:
             os.kill(pid, signal.SIGCONT)
-    return kill
+    return killing
+
+
+class Signals:
+    """Signals as bytes in a pipe: the handlers do nothing else, so they can interrupt anything."""
+
+    # USR1 and USR2 mean nothing here, but recipes for other daemons send them, and their default is death.
+    HANDLED = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGCHLD,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in self.HANDLED:
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def read(self) -> set[int]:
+        """The signals that came since the last call."""
+        try:
+            return set(os.read(self._reader, 4096))
+        except BlockingIOError:
+            return set()

@@ -2,8 +2,9 @@
 
 Run by the master, which carries the actions out (:mod:`aqd.master`); nothing here does input or output.
 
-A slot has at most one worker at a time, so a node never runs more jobs than it has slots: on a reload
-an idle worker is replaced at once and a busy one when it has finished.
+A slot has at most one worker that may run jobs, so a node never runs more jobs than it has slots: on a reload
+an idle worker is replaced at once and a busy one when it has finished. A worker that is *recycled* keeps
+serving until a *successor* stands by that has reached its loop: recycling leaves no gap.
 
 A worker's life (rows) and what may happen to it (columns); an empty cell is impossible or ignored::
 
@@ -13,13 +14,20 @@ A worker's life (rows) and what may happen to it (columns); an empty cell is imp
     LEAVING    .             .                     -> CLOSING  .                  gone
     CLOSING    (remembered)  .                     .           Kill or Missing    gone
 
-"Not wanted" is one rule for reload, shrink, recycle and drain: another generation than the serving one, a
-slot number at or above the count, a recycle request, or a drain.
+    a successor is SPAWNING, then
+    STANDBY    .             -> CLOSING, Close     .           .                  gone (tried again)
+
+    recycled   SERVING, no successor -> Spawn one;  its successor is ready -> LEAVING, Retire
+    promotion  the slot's worker is gone -> its successor is the slot's worker; STANDBY -> SERVING, Attach
+
+"Not wanted" is one rule for reload, shrink and drain: another generation than the serving one, a slot number
+at or above the count, or a drain. It holds for successors, too.
 
 A worker that ends before it reached its loop counts as a failed start; the slot then waits, doubling from
 :data:`BACKOFF_FIRST_S` to :data:`BACKOFF_MAX_S`. A worker that reached it clears the count: a crash in a job
 costs that job's attempt, not the slot's readiness. ``failures_max`` failed starts in a row over all slots,
-with none successful in between, make :meth:`Slots.plan` answer :class:`GiveUp`.
+with none successful in between, make :meth:`Slots.plan` answer :class:`GiveUp`. A successor that fails delays
+only the next one: its slot is served.
 """
 
 from dataclasses import dataclass, field
@@ -41,6 +49,7 @@ CLOSE_LIMIT_S = 5.0
 
 class State(Enum):
     SPAWNING = "starting"
+    STANDBY = "standing by"
     SERVING = "serving"
     LEAVING = "leaving"
     CLOSING = "closing"
@@ -57,12 +66,14 @@ class Worker:
     since: float
     pid: int | None = None
     recycle: bool = False
+    ready: bool = False
 
 
 @dataclass(slots=True)
 class Slot:
     number: int
     worker: Worker | None = None
+    successor: Worker | None = None
     failures: int = 0
     not_before: float = 0.0
     restarts: int = 0
@@ -73,6 +84,13 @@ class Spawn:
     slot: int
     incarnation: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """It takes over its slot: the dispatcher may give it jobs from now on."""
+
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +121,7 @@ class GiveUp:
     failures: int
 
 
-Action = Spawn | Retire | Close | Kill | Missing | GiveUp
+Action = Spawn | Attach | Retire | Close | Kill | Missing | GiveUp
 
 
 @dataclass(slots=True)
@@ -117,6 +135,7 @@ class Slots:
     loader_up: bool = False
     draining: bool = False
     failures_in_a_row: int = 0
+    recycled: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _workers: dict[int, Worker] = field(default_factory=dict)
     _next: int = 1
@@ -127,7 +146,7 @@ class Slots:
         """All slots that are wanted or still have a worker, by number."""
         for number in range(self.count):
             self._slots.setdefault(number, Slot(number))
-        return [s for _, s in sorted(self._slots.items()) if s.number < self.count or s.worker]
+        return [s for _, s in sorted(self._slots.items()) if s.number < self.count or s.worker or s.successor]
 
     def worker(self, incarnation: int) -> Worker | None:
         return self._workers.get(incarnation)
@@ -152,7 +171,19 @@ class Slots:
             return
         worker.pid = pid
         if worker.state is State.SPAWNING:
-            worker.state, worker.since = State.SERVING, now
+            standby = self._slots[worker.slot].successor is worker
+            worker.state, worker.since = State.STANDBY if standby else State.SERVING, now
+
+    def recycle(self, incarnation: int) -> None:
+        """Replace this worker by a fresh one, once that is ready."""
+        worker = self._workers.get(incarnation)
+        if worker is not None and self._slots[worker.slot].worker is worker:
+            worker.recycle = True
+
+    def ready(self, incarnation: int) -> None:
+        """The worker has reached its loop."""
+        if (worker := self._workers.get(incarnation)) is not None:
+            worker.ready = True
 
     def retired(self, incarnation: int, now: float) -> list[Action]:
         """The dispatcher holds nothing of this worker any more."""
@@ -167,16 +198,23 @@ class Slots:
         if worker is None:
             return
         slot = self._slots[worker.slot]
-        slot.worker = None
+        successor = slot.successor is worker
+        if successor:
+            slot.successor = None
+        else:
+            slot.worker = None
         wanted_to_end = worker.state in (State.LEAVING, State.CLOSING)
         if reached_loop:
-            slot.failures = self.failures_in_a_row = 0
+            slot.failures = 0
+            if not successor:
+                self.failures_in_a_row = 0
             slot.not_before = now if had_job or wanted_to_end else now + IDLE_DEATH_PAUSE_S
         elif not wanted_to_end or worker.pid is None:
             slot.failures += 1
-            self.failures_in_a_row += 1
+            if not successor:
+                self.failures_in_a_row += 1
             slot.not_before = now + backoff_s(slot.failures)
-        if not wanted_to_end:
+        if not (wanted_to_end or successor):
             slot.restarts += 1
 
     def generation_changed(self) -> None:
@@ -190,6 +228,8 @@ class Slots:
     def plan(self, now: float) -> list[Action]:
         """All that is to be done now; call it after every event and when :meth:`next_at` comes."""
         actions: list[Action] = []
+        for slot in self._slots.values():
+            actions += self._promote(slot, now)
         for worker in self.workers():
             actions += self._plan_worker(worker, now)
         if not self._spawning:
@@ -197,16 +237,44 @@ class Slots:
         if self.failures_in_a_row >= self.failures_max:
             return [*actions, GiveUp(self.failures_in_a_row)]
         spawning = sum(1 for worker in self._workers.values() if worker.state is State.SPAWNING)
-        for slot in self.slots():
+        empty = [slot for slot in self.slots() if slot.number < self.count and slot.worker is None]
+        for slot in [*empty, *self._successors_missing()]:
             if spawning >= SPAWNING_MAX:
                 break
-            if slot.number < self.count and slot.worker is None and now >= slot.not_before:
+            if now >= slot.not_before:
                 spawning += 1
                 worker = Worker(self._next, slot.number, self.serving or 0, State.SPAWNING, now)
                 self._next += 1
-                slot.worker = self._workers[worker.incarnation] = worker
+                self._workers[worker.incarnation] = worker
+                if slot.worker is None:
+                    slot.worker = worker
+                else:
+                    slot.successor = worker
                 actions.append(Spawn(slot.number, worker.incarnation, worker.generation))
         return actions
+
+    def _promote(self, slot: Slot, now: float) -> list[Action]:
+        """The slot's worker is gone: its successor takes over."""
+        successor = slot.successor
+        if slot.worker is not None or successor is None or successor.state is State.CLOSING:
+            return []
+        if not self._wanted(successor):
+            return []  # it is closed below
+        slot.worker, slot.successor = successor, None
+        if successor.state is not State.STANDBY:
+            return []  # it serves when its pid is known
+        successor.state, successor.since = State.SERVING, now
+        return [Attach(successor.incarnation)]
+
+    def _successors_missing(self) -> list[Slot]:
+        return [
+            slot
+            for slot in self.slots()
+            if slot.worker is not None
+            and slot.worker.recycle
+            and slot.worker.state is State.SERVING
+            and slot.successor is None
+        ]
 
     def _plan_worker(self, worker: Worker, now: float) -> list[Action]:
         if worker.state is State.SPAWNING:
@@ -216,6 +284,14 @@ class Slots:
             if not self._wanted(worker):
                 worker.state, worker.since = State.LEAVING, now
                 return [Retire(worker.incarnation)]
+            successor = self._slots[worker.slot].successor
+            if worker.recycle and successor is not None and successor.ready and self._wanted(successor):
+                self.recycled += 1
+                worker.state, worker.since = State.LEAVING, now
+                return [Retire(worker.incarnation)]
+        elif worker.state is State.STANDBY:
+            if not self._wanted(worker):
+                return self._close(worker, now)
         elif worker.state is State.CLOSING and now >= worker.since + CLOSE_LIMIT_S:
             worker.since = now
             if worker.pid is None:
@@ -229,6 +305,7 @@ class Slots:
         moments += [w.since + CLOSE_LIMIT_S for w in self._workers.values() if w.state is State.CLOSING]
         if self._spawning:
             moments += [s.not_before for s in self.slots() if s.worker is None and s.number < self.count]
+            moments += [s.not_before for s in self._successors_missing()]
         return min(moments, default=None)
 
     @property
@@ -236,12 +313,7 @@ class Slots:
         return not self.draining and self.loader_up and self.serving is not None
 
     def _wanted(self, worker: Worker) -> bool:
-        return (
-            not self.draining
-            and worker.slot < self.count
-            and worker.generation == self.serving
-            and not worker.recycle
-        )
+        return not self.draining and worker.slot < self.count and worker.generation == self.serving
 
     def _close(self, worker: Worker, now: float) -> list[Action]:
         worker.state, worker.since = State.CLOSING, now

@@ -45,6 +45,7 @@ def describe(master: "Master") -> dict[str, Any]:
         "types": sorted(h.type for h in serving.handlers) if serving else [],
         "counters": report.counters if report else {},
         "restarts": master.crew.restarts,
+        "recycled": master.plan.recycled,
     }
 
 
