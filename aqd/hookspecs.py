@@ -22,6 +22,7 @@ msgspec and pluggy only.
 """
 
 import copy
+import difflib
 import functools
 import inspect
 import logging
@@ -29,7 +30,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 import pluggy
@@ -40,7 +41,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 # Names of job types and queues, the same rule that a submitted job has to meet.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+NAME_RULE = "1 to 128 of the characters A-Z a-z 0-9 _ . : / -"
 MAX_ATTEMPTS_BOUND = 1000
+# Of setrlimit(2), without RLIMIT_; and its "no limit" as a number.
+RLIMITS = ("NOFILE", "FSIZE", "CPU", "CORE", "AS", "DATA", "STACK", "NPROC", "MEMLOCK")
+UNLIMITED = -1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Handler = Callable[..., Any]
@@ -137,6 +142,137 @@ class PluginInfo(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
+class HandlerOptions(TypedDict, total=False):
+    """The options of :meth:`Handlers.add` and :meth:`Handlers.handler`; None is "as if it were left out"."""
+
+    # Retries and time. ``timeout_s`` limits one attempt; ``max_crashes`` counts those that ended with their process.
+    timeout_s: float | None
+    max_attempts: int | None
+    max_crashes: int | None
+    backoff: Backoff | None
+    # The queue of jobs that are submitted without one.
+    queue: str | None
+    # The job's processes: what they may take together, whether what is left running may stay, whether the end of
+    # the output is kept when the job completes, too.
+    memory_limit_mb: int | None
+    detach: bool | None
+    keep_output: bool | None
+    # A fresh process for each job: by wish, or implied by the options behind ``rlimits``.
+    one_shot: bool | None
+    oom_score_adj: int | None
+    rlimits: Mapping[str, int | str] | None
+    hard_rlimits: Mapping[str, int | str] | None
+    nice: int | None
+    no_new_privs: bool | None
+    user: str | None
+    group: str | None
+
+
+# --- checking options: each function returns the value as it is kept, or raises
+
+
+def _fail(option: str, must: str, value: object) -> ValueError:
+    return ValueError(f"{option} must be {must}, not {value!r:.200}")
+
+
+def _whole(low: int, high: int) -> Callable[[str, Any], Any]:
+    def check(option: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _fail(option, f"a whole number from {low} to {high}", value)
+        return value
+
+    return check
+
+
+def _check_seconds(option: str, value: Any) -> float:
+    if not (_is_number(value) and value > 0):
+        raise _fail(option, "a number of seconds above 0", value)
+    return float(value)
+
+
+def _check_backoff(option: str, value: Any) -> Backoff:
+    if not isinstance(value, Backoff):
+        raise TypeError(f"{option} must be an aqd.Backoff, not {value!r:.200}")
+    return value
+
+
+def _check_queue(option: str, value: Any) -> str:
+    if not isinstance(value, str) or NAME_PATTERN.fullmatch(value) is None:
+        raise _fail(option, NAME_RULE, value)
+    return value
+
+
+def _check_flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _fail(option, "True or False", value)
+    return value
+
+
+def _check_account(option: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise _fail(option, "the name of one (or its number as a text)", value)
+    return value
+
+
+def _check_limits(option: str, value: Any) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f'{option} must be a mapping such as {{"NOFILE": 256}}, not {value!r:.200}')
+    kept = {}
+    for name, number in value.items():
+        if name not in RLIMITS:
+            raise ValueError(f"{option}: there is no {name!r:.200}; the names are {', '.join(RLIMITS)}")
+        if number == "unlimited":
+            kept[name] = UNLIMITED
+        elif isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
+            raise _fail(f"{option}: {name}", 'a whole number of at least 0 or "unlimited"', number)
+        else:
+            kept[name] = number
+    return kept
+
+
+# One line an option; those of the second table become the handler's Confinement.
+_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "timeout_s": _check_seconds,
+    "max_attempts": _whole(1, MAX_ATTEMPTS_BOUND),
+    "max_crashes": _whole(1, MAX_ATTEMPTS_BOUND),
+    "backoff": _check_backoff,
+    "queue": _check_queue,
+    "memory_limit_mb": _whole(1, 1 << 20),
+    "detach": _check_flag,
+    "keep_output": _check_flag,
+    "one_shot": _check_flag,
+}
+_CONFINEMENT: dict[str, Callable[[str, Any], Any]] = {
+    "oom_score_adj": _whole(-1000, 1000),
+    "rlimits": _check_limits,
+    "hard_rlimits": _check_limits,
+    "nice": _whole(-20, 19),
+    "no_new_privs": _check_flag,
+    "user": _check_account,
+    "group": _check_account,
+}
+
+
+def _checked_options(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :class:`HandlerInfo` that the options make."""
+    fields: dict[str, Any] = {}
+    confined: dict[str, Any] = {}
+    for name, value in options.items():
+        check = _OPTIONS.get(name) or _CONFINEMENT.get(name)
+        if check is None:
+            known = [*_OPTIONS, *_CONFINEMENT]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
+            raise TypeError(f"{where}: there is no option {name!r}; {hint}")
+        if value is not None:
+            kept = check(f"{where}: {name}", value)
+            (fields if name in _OPTIONS else confined)[name] = kept
+    if confined and (confinement := Confinement(**confined)) != Confinement():
+        fields["confinement"] = confinement
+        fields["one_shot"] = fields.get("one_shot", False) or confinement.irreversible
+    return fields
+
+
 class Handlers:
     """Given to ``aqd_register``: collects the handlers of one plugin.
 
@@ -149,22 +285,12 @@ class Handlers:
         self._open = True
         self.collected: dict[str, tuple[HandlerInfo, Handler]] = {}
 
-    def add(
-        self,
-        type: str,
-        handler: Handler,
-        *,
-        timeout_s: float | None = None,
-        max_attempts: int | None = None,
-        backoff: Backoff | None = None,
-        queue: str | None = None,
-    ) -> None:
+    def add(self, type: str, handler: Handler, **options: Unpack[HandlerOptions]) -> None:
         """Run jobs of ``type`` by ``handler``, a function or coroutine function of ``(payload)`` or
         ``(payload, job)`` that returns something JSON can express.
 
-        ``timeout_s`` limits one attempt, ``max_attempts`` (1 to 1000) and ``backoff`` rule the
-        retries, ``queue`` is the queue for jobs submitted without one. What is left out comes from
-        the configuration; what a job brings along itself wins over both.
+        The options are those of :class:`HandlerOptions`. What is left out comes from the configuration; what a
+        job brings along itself wins over both.
         """
         if not self._open:
             raise RuntimeError(f"handlers.add({type!r}): handlers can only be added inside aqd_register")
@@ -172,47 +298,23 @@ class Handlers:
         where = f"handler {type!r}"
         if type in self.collected:
             raise ValueError(f"{where}: registered twice by the same plugin")
-        if timeout_s is not None and not (_is_number(timeout_s) and timeout_s > 0):
-            raise ValueError(f"{where}: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
-        if max_attempts is not None and not (
-            isinstance(max_attempts, int)
-            and not isinstance(max_attempts, bool)
-            and 1 <= max_attempts <= MAX_ATTEMPTS_BOUND
-        ):
-            raise ValueError(
-                f"{where}: max_attempts must be a whole number from 1 to {MAX_ATTEMPTS_BOUND}, not {max_attempts!r}"
-            )
-        if backoff is not None and not isinstance(backoff, Backoff):
-            raise TypeError(f"{where}: backoff must be an aqd.Backoff, not {backoff!r}")
-        if queue is not None:
-            check_name("queue", queue, where)
-        info = HandlerInfo(
-            type=type,
-            plugin=self.plugin,
-            timeout_s=None if timeout_s is None else float(timeout_s),
-            max_attempts=max_attempts,
-            backoff=backoff,
-            queue=queue,
-            wants_job=_wants_job(where, handler),
-            is_async=_is_async(where, handler),
+        fields = _checked_options(where, options)
+        self.collected[type] = (
+            HandlerInfo(
+                type=type,
+                plugin=self.plugin,
+                wants_job=_wants_job(where, handler),
+                is_async=_is_async(where, handler),
+                **fields,
+            ),
+            handler,
         )
-        self.collected[type] = (info, handler)
 
-    def handler(
-        self,
-        type: str,
-        *,
-        timeout_s: float | None = None,
-        max_attempts: int | None = None,
-        backoff: Backoff | None = None,
-        queue: str | None = None,
-    ) -> Callable[[F], F]:
+    def handler(self, type: str, **options: Unpack[HandlerOptions]) -> Callable[[F], F]:
         """:meth:`add` as a decorator; the function itself is returned unchanged."""
 
         def register(function: F) -> F:
-            self.add(
-                type, function, timeout_s=timeout_s, max_attempts=max_attempts, backoff=backoff, queue=queue
-            )
+            self.add(type, function, **options)
             return function
 
         return register
@@ -243,6 +345,7 @@ class JobContext:
     __slots__ = (
         "_created_at_us",
         "_logger",
+        "_progress",
         "_should_stop",
         "attempt",
         "id",
@@ -261,6 +364,7 @@ class JobContext:
         max_attempts: int,
         created_at_us: int,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[float | None, str], None] = lambda _percent, _message: None,
     ) -> None:
         self.id = id
         self.type = type
@@ -269,6 +373,7 @@ class JobContext:
         self.max_attempts = max_attempts
         self._created_at_us = created_at_us
         self._should_stop = should_stop
+        self._progress = progress
         self._logger: logging.LoggerAdapter[logging.Logger] | None = None
 
     @property
@@ -288,6 +393,22 @@ class JobContext:
     def should_stop(self) -> bool:
         """True once the daemon wants this job to end: a long loop may look here and leave early."""
         return self._should_stop()
+
+    def progress(self, percent: float | None, message: str = "") -> None:
+        """Say how far the job is: shown beside it while it runs, stored every few seconds (1 µs a call).
+
+        ``percent`` from 0 to 100, None if that cannot be known; a long ``message`` is cut.
+        """
+        if percent is not None:
+            if not _is_number(percent):
+                raise TypeError(
+                    f"progress: percent must be a number from 0 to 100 or None, not {percent!r:.200}"
+                )
+            if not 0 <= percent <= 100:
+                raise ValueError(f"progress: percent must be from 0 to 100, not {percent!r:.200}")
+        if not isinstance(message, str):
+            raise TypeError(f"progress: message must be a text, not {message!r:.200}")
+        self._progress(percent, message)
 
     def __repr__(self) -> str:
         return f"<job {self.id} {self.type} attempt {self.attempt}/{self.max_attempts}>"
@@ -325,7 +446,7 @@ class Hooks:
     def aqd_job_finish(self, job: JobContext, outcome: str, error: BaseException | None) -> None:
         """Runs in the worker after each job that ended in the process itself (not after a kill).
 
-        ``outcome`` is ``completed``, ``failed``, ``timed_out`` or ``interrupted``; ``error`` is the
+        ``outcome`` is ``completed``, ``failed``, ``timed_out``, ``cancelled`` or ``interrupted``; ``error`` is the
         exception behind it, or None. An error here is logged and does not change the outcome.
         """
 
@@ -336,9 +457,7 @@ HOOK_NAMES = tuple(name for name in vars(Hooks) if name.startswith(f"{PROJECT}_"
 def check_name(what: str, value: object, where: str = "handler") -> None:
     """Raise unless ``value`` may be the name of a job type or a queue."""
     if not isinstance(value, str) or NAME_PATTERN.fullmatch(value) is None:
-        raise ValueError(
-            f"{where}: {what} must be 1 to 128 of the characters A-Z a-z 0-9 _ . : / -, not {value!r:.200}"
-        )
+        raise ValueError(f"{where}: {what} must be {NAME_RULE}, not {value!r:.200}")
 
 
 def _is_number(value: object) -> bool:

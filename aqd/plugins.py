@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pluggy
 
-from aqd import plugin_files, plugin_guard
+from aqd import confine, plugin_files, plugin_guard
 from aqd.errors import PluginError, StopJob
 from aqd.hookspecs import HOOK_NAMES, PROJECT, Handler, HandlerInfo, Handlers, Hooks, PluginInfo
 from aqd.plugin_files import Candidate
@@ -241,6 +241,14 @@ def _register(registry: Registry, candidate: Candidate, plugin: object, handlers
     for implementation in manager.hook.aqd_register.get_hookimpls():
         if implementation.plugin is plugin:
             implementation.function(*[handlers for _ in implementation.argnames])
+    refused = [
+        f"handler {info.type!r}: {reason}"
+        for info, _ in handlers.collected.values()
+        if info.confinement is not None
+        for reason in confine.refusals(info.confinement)
+    ]
+    if refused:
+        raise PluginError("; ".join(refused))
     owners = {info.type: info.plugin for info in registry.infos()}
     for type in handlers.collected:
         if type in owners:
