@@ -11,6 +11,7 @@ from aqd.slots import (
     BACKOFF_MAX_S,
     CLOSE_LIMIT_S,
     SPAWN_LIMIT_S,
+    Attach,
     Close,
     GiveUp,
     Kill,
@@ -83,14 +84,103 @@ def test_a_drain_retires_all_and_spawns_none():
     assert plan.next_at() is None
 
 
-def test_a_worker_asked_to_recycle_is_replaced():
+def standing_by(plan, now=0.0):
+    """The one worker of the plan is to be recycled, and its successor's pid is known; both."""
+    (old,) = born(plan, now)
+    plan.recycle(old)
+    (successor,) = born(plan, now)
+    return old, successor
+
+
+def test_a_recycled_worker_serves_until_its_successor_is_ready():
     plan = serving(1)
-    (worker,) = born(plan)
-    plan.worker(worker).recycle = True
-    assert plan.plan(0.0) == [Retire(worker)]
-    plan.retired(worker, 0.0)
-    plan.exited(worker, 0.0, reached_loop=True)
+    old, successor = standing_by(plan)
+    assert plan.worker(old).state is State.SERVING
+    assert plan.worker(successor).state is State.STANDBY
+    assert plan.plan(1.0) == []
+    plan.ready(successor)
+    assert plan.plan(1.0) == [Retire(old)]
+    assert plan.recycled == 1
+    assert plan.retired(old, 1.1) == [Close(old)]
+    assert plan.plan(1.1) == []  # never two that may run jobs
+    plan.exited(old, 1.2, reached_loop=True)
+    assert plan.plan(1.2) == [Attach(successor)]
+    assert plan.slots()[0].worker is plan.worker(successor)
+    assert plan.settled_in()
+    assert plan.plan(9.0) == []
+    assert plan.slots()[0].restarts == 0
+
+
+def test_a_successor_takes_over_at_once_when_the_old_worker_dies():
+    plan = serving(1)
+    old, successor = standing_by(plan)
+    plan.exited(old, 0.1, reached_loop=True)
+    assert plan.plan(0.1) == [Attach(successor)]
+    assert plan.worker(successor).state is State.SERVING
+
+
+def test_a_successor_that_is_being_spawned_becomes_the_worker_when_the_old_one_dies():
+    plan = serving(1)
+    (old,) = born(plan)
+    plan.recycle(old)
     assert plan.plan(0.0) == [Spawn(0, 2, 1)]
+    plan.exited(old, 0.1, reached_loop=True)
+    assert plan.plan(0.1) == []
+    plan.spawned(2, 1002, 0.2)
+    assert plan.worker(2).state is State.SERVING
+    assert plan.settled_in()
+
+
+def test_a_successor_that_fails_is_tried_again_after_a_pause_and_the_old_one_serves_on():
+    plan = serving(1, failures_max=2)
+    old, successor = standing_by(plan)
+    now = 0.0
+    for pause in (0.25, 0.5, 1.0, 2.0):
+        plan.exited(successor, now, reached_loop=False)
+        assert plan.plan(now) == []
+        assert plan.next_at() == now + pause
+        assert plan.worker(old).state is State.SERVING
+        now += pause
+        (successor,) = born(plan, now)
+    assert plan.failures_in_a_row == 0  # the slot is served: no reason to give up
+    plan.ready(successor)
+    assert plan.plan(now) == [Retire(old)]
+
+
+def test_a_successor_that_dies_while_the_old_worker_leaves_is_replaced_in_the_end():
+    plan = serving(1)
+    old, successor = standing_by(plan)
+    plan.ready(successor)
+    assert plan.plan(0.0) == [Retire(old)]
+    plan.exited(successor, 0.1, reached_loop=True, had_job=False)
+    assert plan.plan(0.1) == []
+    plan.exited(old, 0.2, reached_loop=True)
+    assert plan.plan(0.2) == [Spawn(0, 3, 1)]
+
+
+@pytest.mark.parametrize("change", ["reload", "drain", "shrink"])
+def test_successors_are_discarded_when_they_are_not_wanted_any_more(change):
+    plan = serving(1)
+    old, successor = standing_by(plan)
+    if change == "reload":
+        plan.serving = 2
+    elif change == "drain":
+        plan.draining = True
+    else:
+        plan.count = 0
+    assert plan.plan(0.1) == [Retire(old), Close(successor)]
+    plan.exited(old, 0.2, reached_loop=True)
+    assert plan.plan(0.2) == ([Spawn(0, 3, 2)] if change == "reload" else [])
+    plan.exited(successor, 0.3, reached_loop=True)
+    assert plan.plan(0.3) == []
+
+
+def test_only_a_worker_that_serves_its_slot_is_recycled():
+    plan = serving(1)
+    _, successor = standing_by(plan)
+    plan.recycle(successor)
+    plan.recycle(99)
+    assert not plan.worker(successor).recycle
 
 
 def test_a_crash_of_a_worker_that_had_served_costs_no_pause():
@@ -187,6 +277,7 @@ class World(RuleBasedStateMachine):
         self.asked = set()  # spawn requests whose fork has not been seen
         self.alive = {}  # incarnation -> is its channel open?
         self.retiring = set()
+        self.attached = set()  # what the dispatcher may give jobs to
         self.gave_up = False
 
     # --- the master's turn
@@ -208,8 +299,15 @@ class World(RuleBasedStateMachine):
                     assert slot < self.plan.count
                     assert incarnation not in self.alive
                     self.asked.add(incarnation)
+                case Attach(incarnation):
+                    self.attach(incarnation)
                 case Retire(incarnation):
                     assert incarnation in self.alive
+                    assert incarnation in self.attached
+                    worker = self.plan.worker(incarnation)
+                    if worker.generation == self.plan.serving and worker.slot < self.plan.count:
+                        slot = next(s for s in self.plan.slots() if s.number == worker.slot)
+                        assert self.plan.draining or slot.successor.ready, "a gap in service"
                     assert incarnation not in self.retiring
                     self.retiring.add(incarnation)
                 case Close(incarnation):
@@ -229,8 +327,14 @@ class World(RuleBasedStateMachine):
         slots = [action.slot for action in at_once if isinstance(action, Spawn)]
         assert len(slots) == len(set(slots))
 
+    def attach(self, incarnation):
+        assert self.alive[incarnation]
+        assert incarnation not in self.attached
+        self.attached.add(incarnation)
+
     def gone(self, incarnation, *, reached_loop):
         del self.alive[incarnation]
+        self.attached.discard(incarnation)
         self.retiring.discard(incarnation)
         self.plan.exited(incarnation, self.now, reached_loop=reached_loop)
 
@@ -244,6 +348,8 @@ class World(RuleBasedStateMachine):
         closed = self.plan.worker(incarnation).state is State.CLOSING
         self.alive[incarnation] = not closed
         self.plan.spawned(incarnation, 1000 + incarnation, self.now)
+        if self.plan.worker(incarnation).state is State.SERVING:
+            self.attach(incarnation)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), reached_loop=st.booleans())
@@ -279,17 +385,24 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def recycle(self, data):
-        self.plan.worker(data.draw(st.sampled_from(sorted(self.alive)))).recycle = True
+        self.plan.recycle(data.draw(st.sampled_from(sorted(self.alive))))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def ready(self, data):
+        self.plan.ready(data.draw(st.sampled_from(sorted(self.alive))))
 
     # --- what always holds
 
     @invariant()
-    def one_worker_a_slot(self):
+    def one_worker_with_jobs_a_slot(self):
         workers = self.plan.workers()
-        taken = [worker.slot for worker in workers]
-        assert len(taken) == len(set(taken))
-        assert len(workers) <= self.most
         assert {worker.incarnation for worker in workers} == self.asked | set(self.alive)
+        taken = [worker.slot for worker in workers]
+        assert all(taken.count(slot) <= 2 for slot in taken)
+        assert len(set(taken)) <= self.most
+        serving = [worker.slot for worker in workers if worker.incarnation in self.attached]
+        assert len(serving) == len(set(serving)), "two workers of one slot may run jobs"
 
     @invariant()
     def nothing_to_do_before_the_next_moment(self):
@@ -312,6 +425,10 @@ class World(RuleBasedStateMachine):
                 closed = self.plan.worker(incarnation).state is State.CLOSING
                 self.alive[incarnation] = not closed
                 self.plan.spawned(incarnation, 1000 + incarnation, self.now)
+                if self.plan.worker(incarnation).state is State.SERVING:
+                    self.attach(incarnation)
+            for incarnation in sorted(self.alive):
+                self.plan.ready(incarnation)
             for incarnation in sorted(self.retiring):
                 self.retiring.discard(incarnation)
                 self.plan.retired(incarnation, self.now)
