@@ -168,12 +168,20 @@ def retry_command(app: App, ids: tuple[str, ...]) -> int:
         return _for_each(conn, ids, retry)
 
 
+def _refuse_nan(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
+    """It is in every range that is tested by what lies outside."""
+    if value is not None and value != value:
+        raise click.BadParameter("nan is not in the range 0<=x<=86400.")
+    return value
+
+
 @jobs_command.command("cancel")
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
 @click.option(
     "--wait",
     "wait_s",
     type=click.FloatRange(0, 86_400),
+    callback=_refuse_nan,
     metavar="SECONDS",
     help="Wait at most so long for running jobs to end; exit code 1 if one has not.",
 )
@@ -201,9 +209,8 @@ def cancel_command(app: App, ids: tuple[str, ...], wait_s: float | None) -> int:
         code = _for_each(conn, ids, cancel)
         late = _wait_for_end(conn, running, wait_s) if wait_s is not None else []
     for number in late:
-        code = code or report(
-            WorldError(f"job {number} is still PROCESSING after {wait_s:g} s, asked to end")
-        )
+        failed = report(WorldError(f"job {number} is still PROCESSING after {wait_s:g} s, asked to end"))
+        code = code or failed
     return code
 
 
@@ -220,7 +227,8 @@ def _for_each(conn: "Connection", ids: Iterable[str], act: "Callable[[Connection
         except (AqdError, psycopg.Error) as error:
             if conn.broken or conn.closed:
                 raise  # there will be no others
-            code = code or report(error)
+            failed = report(error)
+            code = code or failed
     return code
 
 

@@ -91,6 +91,82 @@ def test_retry(conn: psycopg.Connection[Any]) -> None:
         client.get(conn, "x")
 
 
+def test_cancel(conn: psycopg.Connection[Any]) -> None:
+    made = client.enqueue(conn, "a")
+    for _ in range(3):
+        answer = client.cancel(conn, str(made.id))
+        assert answer[:2] == (made.id, "CANCELLED")
+        assert answer.finished_at is not None
+    assert client.get(conn, made.id).cancel_requested_at == answer.cancel_requested_at
+    running = client.enqueue(conn, "a")
+    conn.execute(
+        "update aqd.jobs set state = 'PROCESSING', attempt = 1, lease_token = 1, node_id = 'n',"
+        " claimed_at = now(), lease_expires_at = now() + interval '1 minute' where id = %s",
+        [running.id],
+    )
+    asked = client.cancel(conn, running.id)
+    assert (asked.state, asked.finished_at) == ("PROCESSING", None)
+    assert client.cancel(conn, running.id) == asked
+    failed = client.enqueue(conn, "a")
+    conn.execute("update aqd.jobs set state = 'FAILED' where id = %s", [failed.id])
+    assert client.cancel(conn, failed.id) == (failed.id, "FAILED", None, None)
+    with pytest.raises(NotFoundError):
+        client.cancel(conn, failed.id + 1)
+    with pytest.raises(InputError):
+        client.cancel(conn, "x")
+    assert conn.execute("select 1 as one").fetchone() in ((1,), {"one": 1})
+
+
+def test_a_cancel_commits_and_rolls_back_with_the_caller(database_url: str) -> None:
+    with (
+        psycopg.connect(database_url) as conn,
+        psycopg.connect(database_url, autocommit=True) as other,
+        psycopg.connect(database_url, autocommit=True) as listener,
+    ):
+        running, waiting = client.enqueue(other, "a").id, client.enqueue(other, "a").id
+        other.execute(
+            "update aqd.jobs set state = 'PROCESSING', attempt = 1, lease_token = 1, node_id = 'n',"
+            " claimed_at = now(), lease_expires_at = now() + interval '1 minute' where id = %s",
+            [running],
+        )
+        listener.execute("listen aqd_cancel")
+        for id in (running, waiting):
+            client.cancel(conn, id)
+        conn.rollback()
+        assert client.get(other, running).cancel_requested_at is None
+        assert client.get(other, waiting).state == "QUEUED"
+        for id in (running, waiting):
+            client.cancel(conn, id)
+        assert client.get(other, waiting).state == "QUEUED"
+        conn.commit()
+        assert client.get(other, waiting).state == "CANCELLED"
+        told = [notice.payload for notice in listener.notifies(timeout=5, stop_after=1)]
+        assert told == ["n"], "once, for the commit"
+        assert list(listener.notifies(timeout=0)) == []
+
+
+def test_cancel_asynchronously(database_url: str) -> None:
+    async def run() -> None:
+        async with await psycopg.AsyncConnection.connect(database_url, row_factory=dict_row) as conn:
+            made = await client.enqueue_async(conn, "a")
+            answer = await client.cancel_async(conn, made.id)
+            assert answer[:2] == (made.id, "CANCELLED")
+            assert await client.cancel_async(conn, str(made.id)) == answer
+            with pytest.raises(NotFoundError):
+                await client.cancel_async(conn, made.id + 1)
+            with pytest.raises(InputError):
+                await client.cancel_async(conn, "x")
+            await conn.rollback()
+            kept = await client.enqueue_async(conn, "a")
+            await conn.commit()
+            await client.cancel_async(conn, kept.id)
+            await conn.rollback()
+
+    asyncio.run(run())
+    with psycopg.connect(database_url) as conn:
+        assert conn.execute("select state from aqd.all_jobs").fetchall() == [("QUEUED",)]
+
+
 def test_asynchronously(database_url: str) -> None:
     async def run() -> list[client.EnqueuedJob]:
         async with await psycopg.AsyncConnection.connect(database_url, row_factory=dict_row) as conn:

@@ -93,6 +93,7 @@ def test_every_command_has_help(capsys) -> None:
         ("jobs", "list"),
         ("jobs", "show"),
         ("jobs", "retry"),
+        ("jobs", "cancel"),
         ("failed", "list"),
     }
     for path, each in commands:
@@ -118,6 +119,9 @@ def test_no_command_shows_the_help_and_fails(capsys) -> None:
         (["jobs", "show"], "Missing argument 'ID'"),
         (["jobs", "list", "--limit", "0"], "0 is not in the range"),
         (["jobs", "list", "--state", "DONE"], "'DONE' is not one of"),
+        (["jobs", "cancel"], "Missing argument 'ID...'"),
+        (["jobs", "cancel", "1", "--wait", "-1"], "-1.0 is not in the range"),
+        (["jobs", "cancel", "1", "--wait", "nan"], "nan is not in the range"),
         (["db", "reset"], "this drops every job and all history; say --yes"),
         (["stop", "--timeout", "x"], "'x' is not a valid float"),
     ],

@@ -5,13 +5,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
 from aqd import store
-from aqd.claims import ClaimBook
+from aqd.claims import ClaimBook, ClaimedJob
 from aqd.cli import command
 from aqd.config import Database
 from aqd.errors import Exit
@@ -67,7 +69,7 @@ def fail_all(url: str, error: str = "ValueError: no") -> list[int]:
             store.Failure(job.id, job.token, "failed", error, "Traceback\n  line\nValueError: no", None, 0.0)
             for job in claimed
         ]
-        assert store.record_failed(conn, failures) == {job.id for job in claimed}
+        assert set(store.record_failed(conn, failures)) == {job.id for job in claimed}
     return [job.id for job in claimed]
 
 
@@ -192,7 +194,7 @@ def test_a_failed_job_is_shown_listed_and_retried(database: str, capsys) -> None
     assert "only a FAILED job can be retried" in refused(capsys, "jobs", "retry", id)
 
 
-@pytest.mark.parametrize("action", ["show", "retry"])
+@pytest.mark.parametrize("action", ["show", "retry", "cancel"])
 @pytest.mark.usefixtures("database")
 def test_jobs_that_are_not_there(capsys, action: str) -> None:
     assert refused(capsys, "jobs", action, "4711") == "aqd: there is no job 4711\n"
@@ -204,6 +206,180 @@ def test_an_empty_list(capsys) -> None:
     assert ok(capsys, "jobs", "list") == "no jobs\n"
     assert ok(capsys, "failed", "list") == "no failed jobs\n"
     assert json.loads(ok(capsys, "failed", "list", "--all", "--json")) == []
+
+
+# --- cancelling -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(database: str) -> Iterator[store.Connection]:
+    """The connection of one that claims and records."""
+    with store.connect(Database(url=database), "tests") as conn:
+        yield conn
+
+
+def claim(node: store.Connection) -> list[ClaimedJob]:
+    book = ClaimBook("test-node", 30.0)
+    book.set_types(frozenset({"noop", "mail"}))
+    return sorted(book.claim(node, 100), key=lambda job: job.id)
+
+
+def failure(job: ClaimedJob, retry_in_s: float | None = None, **more: Any) -> store.Failure:
+    return store.Failure(job.id, job.token, "failed", "boom", None, retry_in_s, 0.0, **more)
+
+
+def submit(capsys, *args: str) -> str:
+    return ok(capsys, "submit", "noop", *args).strip()
+
+
+def test_cancel_says_what_became_of_each(node: store.Connection, capsys) -> None:
+    running, done, failed = (submit(capsys) for _ in range(3))
+    claimed = claim(node)
+    store.record_completed(node, [store.Completion(claimed[1].id, claimed[1].token, None, 0.0)])
+    store.record_failed(node, [failure(claimed[2])])
+    waiting, later = submit(capsys), submit(capsys, "--delay", "3600")
+    wanted = [
+        f"job {waiting} is CANCELLED",
+        f"job {running} is PROCESSING, asked to end",
+        f"job {later} is CANCELLED",
+        f"job {done} is COMPLETED",
+        f"job {failed} is FAILED",
+    ]
+    for _ in range(2):
+        assert ok(capsys, "jobs", "cancel", waiting, running, later, done, failed).splitlines() == wanted
+    lines = {line.split()[0]: line for line in ok(capsys, "jobs", "list").splitlines()}
+    assert "PROCESSING, cancelling" in lines[running]
+    assert "cancelling" not in "".join(line for id, line in lines.items() if id != running)
+    shown = ok(capsys, "jobs", "show", running)
+    assert "state       PROCESSING, cancelling" in shown.splitlines()
+    assert "cancel      asked for at " in shown
+    assert json.loads(ok(capsys, "jobs", "show", running, "--json"))["cancel_requested_at"]
+
+
+@pytest.mark.parametrize("action", ["cancel", "retry"])
+def test_one_bad_id_does_not_keep_the_others(node: store.Connection, capsys, action: str) -> None:
+    ids = [submit(capsys) for _ in range(3)]
+    for job in claim(node):
+        store.record_failed(node, [failure(job, retry_in_s=None if action == "retry" else 3600)])
+    given = [ids[0], "999999", ids[1], "x", ids[0], ids[2]]
+    assert command.run(["jobs", action, *given]) == Exit.USAGE
+    captured = capsys.readouterr()
+    state = "QUEUED" if action == "retry" else "CANCELLED"
+    assert captured.out.splitlines() == [f"job {id} is {state}" for id in ids]
+    assert captured.err.splitlines()[0] == "aqd: there is no job 999999"
+    assert "is no job id" in captured.err.splitlines()[1]
+
+
+def test_a_job_that_cannot_be_had_is_named_and_the_others_are_cancelled(
+    database: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("AQD_DATABASE_STATEMENT_TIMEOUT_S", "0.5")
+    locked, free = submit(capsys), submit(capsys)
+    with psycopg.connect(database) as other:
+        other.execute("select from aqd.jobs where id = %s for update", [locked])
+        assert command.run(["jobs", "cancel", locked, free]) == Exit.DATABASE
+    captured = capsys.readouterr()
+    assert captured.out == f"job {free} is CANCELLED\n"
+    assert captured.err.startswith("aqd: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_lost_connection_ends_the_command(node: store.Connection, capsys, monkeypatch) -> None:
+    first, second = submit(capsys), submit(capsys)
+    real = store.cancel_job
+
+    def cut(conn: store.Connection, id: int) -> store.Cancelled:
+        node.execute("select pg_terminate_backend(%s, 5000)", [conn.info.backend_pid])
+        return real(conn, id)
+
+    monkeypatch.setattr(store, "cancel_job", cut)
+    assert "terminating connection" in refused(capsys, "jobs", "cancel", first, second, code=Exit.DATABASE)
+    assert [job["status"] for job in json.loads(ok(capsys, "jobs", "list", "--json"))] == ["QUEUED"] * 2
+
+
+def test_waiting_for_the_end(node: store.Connection, capsys, monkeypatch) -> None:
+    ids = [submit(capsys) for _ in range(3)]
+    first, second, late = claim(node)
+    real = store.job_facts
+
+    def one_ends(conn: store.Connection, waiting: Any) -> Any:
+        """The node's part: at each look one more job has ended."""
+        if first.id in waiting and second.id not in waiting:
+            store.record_failed(node, [failure(first, retry_in_s=0.0)])
+        elif second.id in waiting:
+            store.record_completed(node, [store.Completion(second.id, second.token, "1", 0.0)])
+        return real(conn, waiting)
+
+    monkeypatch.setattr(store, "job_facts", one_ends)
+    assert command.run(["jobs", "cancel", "--wait", "2", *ids]) == Exit.ERROR
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [f"job {second.id} is COMPLETED", f"job {first.id} is CANCELLED"]
+    assert captured.err == f"aqd: job {late.id} is still PROCESSING after 2 s, asked to end\n"
+    assert ok(capsys, "jobs", "cancel", "--wait", "0", *ids[:2]).splitlines() == [
+        f"job {first.id} is CANCELLED",
+        f"job {second.id} is COMPLETED",
+    ]
+    assert str(late.id) in failing_to_end(capsys, str(late.id))
+
+
+def failing_to_end(capsys, id: str) -> str:
+    return refused(capsys, "jobs", "cancel", "--wait", "0", id, code=Exit.ERROR)
+
+
+# --- how a job went -------------------------------------------------------------------------------
+
+
+def test_show_prints_reasons_and_what_was_used(node: store.Connection, capsys) -> None:
+    id = submit(capsys)
+    (job,) = claim(node)
+    node.execute(
+        "update aqd.jobs set progress_percent = 40, progress_message = E'page 2\n\x1b[2J' where id = %s", [id]
+    )
+    assert r"progress    40 %, page 2\n\x1b[2J" in ok(capsys, "jobs", "show", id).splitlines()
+    assert r"40 %, page 2 \x1b[2J" in ok(capsys, "jobs", "list")
+    crashed = failure(job, reason="signal", signal=11, wall_s=2.5, cpu_s=1.25, peak_kb=51_200)
+    store.record_failed(node, [crashed._replace(kind="crashed")])
+    lines = ok(capsys, "jobs", "show", id).splitlines()
+    assert "crashes     1" in lines
+    header = next(n for n, line in enumerate(lines) if line.split()[:3] == ["attempt", "kind", "reason"])
+    row = lines[header + 1]
+    for text in ("crashed", "signal", "2.5", "1.25", "50 MiB", "SIGSEGV", "boom"):
+        assert f" {text} " in f"{row} ", row
+    assert " signal " in f"{ok(capsys, 'failed', 'list').splitlines()[1]} "
+
+
+def test_show_prints_the_end_of_the_last_output(node: store.Connection, capsys) -> None:
+    id = submit(capsys)
+    for output in ("of the first", "\n".join(f"line {n}\t\x1b[31m" for n in range(100)) + "\n", None):
+        (job,) = claim(node)
+        if output is None:
+            store.record_completed(
+                node, [store.Completion(job.id, job.token, "1", 0.0, output="and done\r\n")]
+            )
+        else:
+            store.record_failed(node, [failure(job, retry_in_s=0.0, output=output)])
+        if output == "of the first":
+            assert "output of attempt 1:\n  of the first\n" in ok(capsys, "jobs", "show", id)
+    shown = ok(capsys, "jobs", "show", id)
+    assert "\033" not in shown
+    lines = shown.splitlines()
+    begin = lines.index("output of attempt 2 (its end; --output prints all that is kept):")
+    assert lines[begin + 1] == "  line 60 \\x1b[31m"
+    assert lines[begin + 40] == "  line 99 \\x1b[31m"
+    assert lines[begin + 41 :] == ["output of the attempt that completed:", "  and done\\r"]
+    assert "of the first" not in shown
+    whole = ok(capsys, "jobs", "show", id, "--output").splitlines()
+    assert "  of the first" in whole
+    assert "  line 0  \\x1b[31m" in whole
+    assert json.loads(ok(capsys, "jobs", "show", id, "--json"))["output"] == "and done\r\n"
+
+
+def test_show_bounds_a_line_without_end(node: store.Connection, capsys) -> None:
+    id = submit(capsys)
+    store.record_failed(node, [failure(claim(node)[0], output="x" * 60_000)])
+    lines = ok(capsys, "jobs", "show", id).splitlines()
+    assert max(map(len, lines)) < 9_000
+    assert max(map(len, ok(capsys, "jobs", "show", id, "--output").splitlines())) == 60_002
 
 
 # --- the schema -----------------------------------------------------------------------------------
