@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, log, messages, migrate, outcomes, output, process
+from aqd import __version__, channel, log, messages, migrate, outcomes, output, process, strays
 from aqd.caretaker import Caretaker
 from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
@@ -60,6 +60,7 @@ REPORT_S = 1.0
 RECONCILE_S = 5.0
 # A cancellation may be announced while its job is on the way from the claim to us: looked for once more then.
 CANCEL_LOOK_S = 1.0
+LAST_HUNTS = 10  # for what a dead master's jobs have left
 HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
@@ -538,6 +539,12 @@ class Dispatcher:
         for link in self.links.values():
             if link.page.pid and link.exited is None:
                 signal_group(link.page.pid, signal.SIGKILL)
+        # What has left the groups carries a mark. More than once: one may just have been forking.
+        for _ in range(LAST_HUNTS):
+            for pid in (left := strays.marked(self.node_id)):
+                strays.kill(pid)
+            if not left:
+                return
 
 
 def main() -> NoReturn:
