@@ -86,9 +86,8 @@ def from_exit(
             kind, reason = "cancelled", "cancel"
             error = f"cancelled, and did not end when asked: killed by {how}"
         case StopReason.MEMORY:
-            limit_mb = link.page.entry(number).memory_kb // 1024
             kind, reason = "crashed", "memory_limit"
-            error = f"memory limit: {exited.detail or 'used more than it may'}, its limit is {limit_mb} MiB: killed by {how}"
+            error = f"memory limit: {exited.detail or 'used more than it may'}: killed by {how}"
         case _:
             kind, reason, error = "crashed", *_unasked(exited, how)
     page = link.page
