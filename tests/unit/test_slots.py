@@ -268,8 +268,8 @@ def test_the_pause_grows_to_its_bound():
 class World(RuleBasedStateMachine):
     """Carries the actions out, late or never, on processes that are born, stuck and die as they like."""
 
-    @initialize(count=st.integers(1, 4), failures_max=st.integers(2, 6))
-    def start(self, count, failures_max):
+    @initialize(count=st.integers(1, 4), failures_max=st.integers(2, 6), recycling=st.booleans())
+    def start(self, count, failures_max, recycling):
         self.plan = Slots(count, failures_max)
         self.now = 0.0
         self.generation = 0
@@ -279,6 +279,12 @@ class World(RuleBasedStateMachine):
         self.retiring = set()
         self.attached = set()  # what the dispatcher may give jobs to
         self.gave_up = False
+        if recycling:  # not left to chance: it takes five right steps in a row
+            self.new_generation()
+            self.act()
+            self.fork_all()
+            for incarnation in sorted(self.alive):
+                self.plan.recycle(incarnation)
 
     # --- the master's turn
 
@@ -343,7 +349,13 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def fork(self, data):
-        incarnation = data.draw(st.sampled_from(sorted(self.asked)))
+        self.forked(data.draw(st.sampled_from(sorted(self.asked))))
+
+    def fork_all(self):
+        for incarnation in sorted(self.asked):
+            self.forked(incarnation)
+
+    def forked(self, incarnation):
         self.asked.discard(incarnation)
         closed = self.plan.worker(incarnation).state is State.CLOSING
         self.alive[incarnation] = not closed
@@ -420,13 +432,7 @@ class World(RuleBasedStateMachine):
         self.new_generation()
         for _ in range(200):
             self.act()
-            for incarnation in sorted(self.asked):
-                self.asked.discard(incarnation)
-                closed = self.plan.worker(incarnation).state is State.CLOSING
-                self.alive[incarnation] = not closed
-                self.plan.spawned(incarnation, 1000 + incarnation, self.now)
-                if self.plan.worker(incarnation).state is State.SERVING:
-                    self.attach(incarnation)
+            self.fork_all()
             for incarnation in sorted(self.alive):
                 self.plan.ready(incarnation)
             for incarnation in sorted(self.retiring):
