@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, log, messages, process
+from aqd import __version__, channel, log, messages, output, process
 from aqd.errors import Exit, PluginError
 from aqd.page import Page
 
@@ -131,6 +131,7 @@ def main() -> NoReturn:
         signal.signal(number, lambda *_: None)
     process.unblock_signals()
     process.die_with_parent(int(sys.argv[1]))
+    output.unbuffer()
     code = Exit.LOADER
     ends = channel.from_fd(process.FIRST_PASSED_FD)
     try:

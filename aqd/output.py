@@ -100,33 +100,36 @@ class Streams:
 
     def restore(self) -> None:
         """After a job: everything as it was before it. Nearly always there is nothing to do (6 µs)."""
-        for name, stream in zip(_NAMES, self._objects, strict=True):
-            found = getattr(sys, name, None)
-            if found is not stream and found is not None:
-                with contextlib.suppress(BaseException):
-                    found.flush()  # what a job put in the place of ours may hold back what it printed
-        for fd, device, inode in self._ids:
-            try:
-                status = os.fstat(fd)
-            except OSError:
-                break
-            if status.st_ino != inode or status.st_dev != device:
-                break
-        else:
+        objects = self._objects
+        if not (
+            getattr(sys, "stdout", None) is objects[1]
+            and getattr(sys, "stderr", None) is objects[2]
+            and getattr(sys, "stdin", None) is objects[0]
+            and _is_good(objects[1], 1)
+            and _is_good(objects[2], 2)
+            and _is_good(objects[0], 0)
+        ):
             self._restore_objects()
-            return
-        for fd, target in self._fds:
-            os.dup2(target, fd)
-        self._restore_objects()
+        try:
+            for fd, device, inode in self._ids:
+                status = os.fstat(fd)
+                if status.st_ino != inode or status.st_dev != device:
+                    raise OSError
+        except OSError:  # closed, or leads elsewhere
+            for fd, target in self._fds:
+                os.dup2(target, fd)
+        if not faulthandler.is_enabled():
+            self._arm()
 
     def _restore_objects(self) -> None:
         for fd, name in enumerate(_NAMES):
+            found = getattr(sys, name, None)
+            if found is not self._objects[fd] and found is not None:
+                with contextlib.suppress(BaseException):
+                    found.flush()  # what a job put in the place of ours may hold back what it printed
             if not _is_good(self._objects[fd], fd):
                 self._objects[fd] = self._remake(fd)
-            if getattr(sys, name, None) is not self._objects[fd]:
-                setattr(sys, name, self._objects[fd])
-        if not faulthandler.is_enabled():
-            self._arm()
+            setattr(sys, name, self._objects[fd])
 
     def _remake(self, fd: int) -> io.TextIOWrapper:
         stream = _stream(fd)
@@ -155,13 +158,11 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _is_good(stream: Any, fd: int) -> bool:
-    """Whether it still is one of ours, and writes at once."""
+def _is_good(stream: Any, fd: int) -> Any:
+    """Whether it still is one of ours, and writes at once whatever the text."""
     try:
-        return bool(
-            not stream.closed
-            and (fd == 0 or (stream.write_through and stream.errors == "backslashreplace"))
-            and stream.encoding == "utf-8"
-        )
+        if fd == 0:
+            return not stream.closed
+        return stream.write_through and stream.errors == "backslashreplace" and not stream.closed
     except (AttributeError, ValueError):  # none, or detached from its descriptor
         return False

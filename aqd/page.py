@@ -267,12 +267,12 @@ class Page:
         """What the handler of entry ``number`` says of its progress; a longer message is cut. Writer: worker."""
         text = message.encode("utf-8", "backslashreplace")[:NOTE_BYTES]
         words = self._words
-        words[24] += 1
+        words[24] = sequence = words[24] | 1  # a writing that an exception has interrupted left it odd
         words[25] = number + 1
         words[26] = 0 if percent is None else 1 + round(max(0.0, min(percent, 100.0)) * 100)
         words[27] = len(text)
         self._map[_NOTE_AT : _NOTE_AT + len(text)] = text
-        words[24] += 1
+        words[24] = sequence + 1
 
     def note(self) -> Note | None:
         """The last note; None if there is none, or it is being written."""

@@ -6,10 +6,13 @@ talks to nobody else: no database, no ids of its own, no lease. What it is on st
 
 Promises: an outcome is sent before the page says that the job is finished; whatever a handler raises,
 returns or leaves behind, the loop goes on or the process ends; a child that a handler forked and let escape
-never runs the loop; failure records are bounded, printable text.
+never runs the loop; failure records are bounded, printable text; what a job printed, started, blocked or
+closed is put right before the next one begins (descriptors 0 to 2, ``sys``'s streams, helpers, the signal mask,
+the alarm clock), and an outcome is sent only when the job's helpers are dead, so that a retry cannot meet them.
 
-Ends: by ``os._exit`` (a normal exit takes 100 ms and more with a large heap): 0 at the end of its channel,
-:data:`aqd.errors.Exit.ORPHANED` when its master is gone, ``CHANNEL`` when it is sent nonsense.
+Ends: by ``os._exit`` (a normal exit takes 100 ms and more with a large heap): 0 at the end of its channel and
+after a one-shot job, :data:`aqd.errors.Exit.ORPHANED` when its master is gone, ``CHANNEL`` when it is sent
+nonsense, ``ERROR`` when helpers of a job cannot be ended (the master then ends its whole session).
 """
 
 import asyncio
@@ -21,20 +24,23 @@ import select
 import signal
 import socket
 import sys
-import traceback
+import threading
+import time
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from setproctitle import setproctitle
 
-from aqd import channel, log, messages, plugins, process
+from aqd import channel, confine, log, messages, output, plugins, process
 from aqd.config import Config
-from aqd.errors import Discard, Exit, InputError, JobInterrupted, JobTimeout, Retry, StopJob
-from aqd.hookspecs import JobContext
+from aqd.errors import Discard, Exit, InputError, JobCancelled, JobInterrupted, JobTimeout, Retry, StopJob
+from aqd.failures import describe
+from aqd.helpers import Helpers
+from aqd.hookspecs import HandlerInfo, JobContext
 from aqd.job import encode_json
-from aqd.page import Page, StopReason
+from aqd.page import NOTE_BYTES, Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import STOP_SIGNAL, boottime_ns
 
@@ -42,12 +48,42 @@ logger = log.get_logger("worker")
 
 # An idle worker shows in its page that it is alive; the master's limit is a multiple of this.
 IDLE_TURN_MS = 5000
-# Together below a message's limit, whatever the characters take in UTF-8.
-MAX_ERROR_CHARS = 4_000
-MAX_TRACEBACK_CHARS = 24_000
-# What a result may take inside the outcome itself; a larger one travels as a memfd. A socket takes 167
-# messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
+# What a result, and what an output, may take inside the outcome itself; a larger one travels as a memfd. A
+# socket takes 167 messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
 INLINE_RESULT = 2 * 1024
+# Without the module's detour by an enumeration (0.04 µs instead of 1.1; it compares equal).
+_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+
+
+class _ResultRefused(ValueError):
+    """What the handler returned cannot be stored."""
+
+
+class _HandlerMissing(LookupError):
+    """The plugin of this type could not be imported in this worker."""
+
+
+class Ending(NamedTuple):
+    """How an attempt ended. ``reason``: see :data:`aqd.outcomes.REASONS`; empty if it completed."""
+
+    kind: str
+    reason: str = ""
+    result: str = ""
+    error: str = ""
+    traceback: str = ""
+    retry_after_s: float = -1.0
+
+
+# In this order; the first whose class fits.
+_REASONS: tuple[tuple[type[BaseException], str, str], ...] = (
+    (Discard, "discarded", "discard"),
+    (Retry, "failed", "retry"),
+    (SystemExit, "failed", "interpreter_exit"),
+    (_ResultRefused, "failed", "result"),
+    (_HandlerMissing, "failed", "plugin_import"),
+    (confine.ConfinementRefused, "failed", "confinement"),
+    (BaseException, "failed", "exception"),
+)
 
 
 class Worker:
@@ -71,26 +107,40 @@ class Worker:
         self.late = late
         self.master_pid = master_pid
         self.pid = os.getpid()
+        self.helpers = Helpers(page.incarnation)
+        self.streams: output.Streams
+        self._missing: dict[str, str] = {}  # type → why its late plugin could not be imported here
         self._interruptible = False
         self._task: asyncio.Task[Any] | None = None
         self._softened = -1
+        self._leaving: Exit | None = None
         self._title = f"aqd: worker {page.slot} g{page.generation}"
+        self._note_lock = threading.Lock()
+        self._printed = 0  # length of the output before the present job
+        self._helpers_cpu_us = self._helpers_peak_kb = 0
+        self._peak_fd = -1
 
     # --- life
 
     def run(self) -> NoReturn:
         """Everything after the fork, in the order that matters."""
-        os.setsid()
+        # Before it leaves the loader's session: who is in none that the master knows, and on no page, is a stray.
         self.page.pid = self.pid
+        os.setsid()
+        process.become_subreaper()
         process.die_with_parent(self.master_pid, wait_s=5.0)
         self._install_signals()
         code = Exit.ERROR
         try:
             setproctitle(f"{self._title} [starting]")
+            # Keeps a duplicate of the real standard error, before what jobs print is led elsewhere.
             log.configure(self.config.log.level, self.config.log.format, process=f"worker {self.page.slot}")
             log.context(slot=self.page.slot)
+            self.streams = output.Streams(self.output_fd)
+            confine.raise_oom_score()
             self._load_late()
             self._hook("aqd_worker_start", slot=self.page.slot, generation=self.page.generation)
+            self.prepare()
             self.page.turn()
             channel.send(self.channel, messages.encode(messages.Up(self.pid)))
             code = self._serve()
@@ -105,10 +155,19 @@ class Worker:
                 sys.stderr.flush()
             os._exit(code)
 
+    def prepare(self) -> None:
+        """What is here before the first job is no job's: processes, output, processor time."""
+        self.helpers.spare_present()
+        self._printed = self.streams.size()
+        self._helpers_usage()
+        with contextlib.suppress(OSError):  # a kernel without it: the peak is then the whole life's
+            self._peak_fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+
     def _install_signals(self) -> None:
         # A TERM or INT for the whole group (a terminal, systemctl kill) does not end a job: it goes on
-        # and the master drains. Handlers, not SIG_IGN: that would be inherited by what the job starts.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # and the master drains. Handlers, not SIG_IGN: that would be inherited by what the job starts. Python
+        # itself ignores PIPE and XFSZ; with these handlers its writes fail as ever and helpers get the default.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, _nothing)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(STOP_SIGNAL, self._on_stop)
@@ -117,14 +176,23 @@ class Worker:
         process.unblock_signals()
 
     def _disown(self) -> None:
-        """In a child that a handler forked: the channel is not its own."""
+        """In a child that a handler forked: the channel is not its own, and whoever terminates it means it."""
         if os.getpid() != self.pid:
             self.channel.close()
+            self._interruptible = False
+            for number in (signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _load_late(self) -> None:
         if self.late:
+            promised = {name: list(infos) for name, infos in self.registry.late.items()}
             for name, reason in plugins.load_late(self.registry, self.config, self.late).items():
                 logger.error("plugin broken in this worker", plugin=name, reason=reason)
+                for info in promised.get(name, ()):
+                    self._missing[info.type] = (
+                        f"its plugin {name} could not be imported in this worker: {reason}"
+                    )
 
     def _hook(self, name: str, **arguments: Any) -> None:
         for plugin, error in self.registry.call(name, **arguments):
@@ -156,68 +224,135 @@ class Worker:
                 if payload is None:
                     payload = channel.from_memfd(fds.pop(0), 1 << 30).decode()
                 self._run(entry, payload)
+                if self._leaving is not None:
+                    return self._leaving
             setproctitle(f"{self._title} [idle]")
 
     def _run(self, entry: messages.JobEntry, payload: str) -> None:
         """One attempt, from its begin in the page to its outcome in the channel."""
+        loaded = self.registry.handlers.get(entry.type)
+        if loaded is not None and (confinement := loaded.info.confinement) and "FSIZE" in confinement.rlimits:
+            # The limit holds for the output, too, and that may be beyond it by what earlier jobs wrote.
+            self.streams.clear()
+            self._printed = 0
         started_ns = boottime_ns()
         lease_until = self.page.lease_until_ns
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        self.page.begin(entry.number, started_ns)
+        cpu_us = _own_cpu_us() + self._helpers_cpu_us
+        self.page.begin(entry.number, started_ns, cpu_us, self._printed)
         # After the begin: see the page's header. Looking before it let one recall in seven be run all the same.
         if self.page.skipped(entry.number):
             self.page.end(entry.number)
             return
         setproctitle(f"{self._title} [{entry.type} {entry.id}]")
-        error: BaseException | None = None
-        value: Any = None
+        self._reset_peak()
         if started_ns >= lease_until:
-            kind = "unstarted"  # the node lost touch with the database: somebody else may start it
+            # The node lost touch with the database: somebody else may start it.
+            ending = Ending("unstarted", "lease")
         else:
-            kind, value, error = self._attempt(entry, payload)
-        if os.getpid() != self.pid:
-            os._exit(Exit.ERROR)  # a child that the handler forked and let escape
-        after = resource.getrusage(resource.RUSAGE_SELF)
+            ending = self._attempt(entry, payload, loaded)
+        self._tidy()
         wall_ns = boottime_ns() - started_ns
-        cpu_us = int((after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) * 1e6)
         self.page.handler_returned(entry.number)
-        figures = (entry.number, started_ns, wall_ns, cpu_us, after.ru_maxrss)
-        if kind == "completed":
-            self._send_done(figures, value)
-        else:
-            self._send_broken(figures, kind, error)
+        info = None if loaded is None else loaded.info
+        self._end_helpers(entry, info)
+        peak_kb = self._helpers_usage()
+        cpu_us = _own_cpu_us() + self._helpers_cpu_us - cpu_us
+        peak_kb = max(peak_kb, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        self._send(entry, (started_ns, wall_ns, cpu_us, peak_kb), ending, info)
         self.page.end(entry.number)
+        self._printed = self.streams.size()
+        if info is not None and info.one_shot and self._leaving is None:
+            self._leaving = Exit.OK
 
-    def _send_done(self, figures: tuple[int, int, int, int, int], result: str) -> None:
-        # One character is one byte at least: short texts are decided without encoding them.
-        if len(result) * 4 <= INLINE_RESULT or len(data := result.encode()) <= INLINE_RESULT:
-            channel.send(self.channel, messages.encode(messages.Done(*figures, result)))
-            return
-        fd = channel.to_memfd(data)
-        try:
-            channel.send(self.channel, messages.encode(messages.Done(*figures, None)), [fd])
-        finally:
-            os.close(fd)
+    def _tidy(self) -> None:
+        """What a job may have turned round in this process, and what would hit the next one (8 µs)."""
+        process.unblock_signals()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if _getsignal(STOP_SIGNAL) != self._on_stop:
+            signal.signal(STOP_SIGNAL, self._on_stop)
+        if _getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then nobody could wait for a child
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.streams.restore()
 
-    def _send_broken(
-        self, figures: tuple[int, int, int, int, int], kind: str, error: BaseException | None
+    def _end_helpers(self, entry: messages.JobEntry, info: HandlerInfo | None) -> None:
+        left: list[int] | None = None
+        with contextlib.suppress(OSError):  # out of descriptors, for one
+            left = self.helpers.end_job(info is not None and info.detach)
+        if left != []:
+            logger.error("helpers of a job cannot be ended, leaving", job_id=str(entry.id), children=left)
+            self._leaving = Exit.ERROR
+
+    def _helpers_usage(self) -> int:
+        """Account for helpers that were waited for; the largest one's peak if the mark has risen, else 0."""
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._helpers_cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
+        risen = usage.ru_maxrss > self._helpers_peak_kb
+        self._helpers_peak_kb = usage.ru_maxrss
+        return usage.ru_maxrss if risen else 0
+
+    def _reset_peak(self) -> None:
+        """The kernel's mark of the most memory that this process ever had, back to what it has now (1 µs)."""
+        if self._peak_fd >= 0:
+            try:
+                os.write(self._peak_fd, b"5")
+            except OSError:  # a job has closed it
+                self._peak_fd = -1
+
+    def _send(
+        self,
+        entry: messages.JobEntry,
+        figures: tuple[int, int, int, int],
+        ending: Ending,
+        info: HandlerInfo | None,
     ) -> None:
-        wish = -1.0
-        if isinstance(error, Retry) and isinstance(error.after_s, int | float):
-            wish = float(max(0.0, min(error.after_s, 1e12)))
-        text, trace = describe(error)
-        message = messages.Broken(*figures, kind, text, trace, wish)
-        channel.send(self.channel, messages.encode(message))
+        completed = ending.kind == "completed"
+        end = b""
+        if ending.kind != "unstarted" and (not completed or (info is not None and info.keep_output)):
+            end = output.tail(self.output_fd, self._printed)
+        fds: list[int] = []
+        try:
+            printed: bytes | None = end
+            result: str | None = ending.result
+            # One character is one byte at least: short texts are decided without encoding them.
+            if len(ending.result) * 4 > INLINE_RESULT and len(data := ending.result.encode()) > INLINE_RESULT:
+                fds.append(channel.to_memfd(data))
+                result = None
+            if len(end) > INLINE_RESULT:
+                try:
+                    fds.append(channel.to_memfd(end))
+                    printed = None
+                except OSError:  # out of descriptors: its very end is better than nothing
+                    printed = end[-INLINE_RESULT:]
+            if completed:
+                message: messages.FromWorker = messages.Done(entry.number, *figures, result, printed)
+            else:
+                message = messages.Broken(
+                    entry.number,
+                    *figures,
+                    ending.kind,
+                    ending.error,
+                    ending.traceback,
+                    ending.retry_after_s,
+                    ending.reason,
+                    printed,
+                )
+            channel.send(self.channel, messages.encode(message), fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     # --- one attempt
 
-    def _attempt(self, entry: messages.JobEntry, payload: str) -> tuple[str, Any, BaseException | None]:
-        """(kind, result text, error). Nothing a handler raises gets past this."""
+    def _attempt(self, entry: messages.JobEntry, payload: str, loaded: LoadedHandler | None) -> Ending:
+        """Nothing a handler raises gets past this. Everything in here is on the job's time."""
         job: JobContext | None = None
-        loaded = self.registry.handlers.get(entry.type)
         hooks = self.registry.manager.hook
+        error: BaseException | None = None
+        result = ""
         try:
             if loaded is None:
+                if entry.type in self._missing:
+                    raise _HandlerMissing(self._missing[entry.type])
                 raise LookupError(f"this worker has no handler for the type {entry.type!r}")
             if (
                 loaded.info.wants_job
@@ -225,40 +360,70 @@ class Worker:
                 or hooks.aqd_job_finish.get_hookimpls()
             ):
                 job = self._context(entry)
-            kind, result, error = self._guarded(loaded, entry, payload, job)
-        except StopJob as stop:
-            # It came in the moment between the handler's end and the flag.
-            self._interruptible = False
-            kind, result, error = _stopped(stop), None, stop
+            result = self._guarded(loaded, entry, payload, job)
         except BaseException as failure:
-            kind, result, error = "failed", None, failure
-        if job is not None and hooks.aqd_job_finish.get_hookimpls():
-            self._hook(
-                "aqd_job_finish", job=job, outcome="failed" if kind == "discarded" else kind, error=error
+            self._interruptible = (
+                False  # a stop may have come in the moment between the handler's end and the flag
             )
+            error = failure
+        if os.getpid() != self.pid:
+            os._exit(Exit.ERROR)  # a child that the handler forked and let escape
+        ending = Ending("completed", "", result) if error is None else self._failed(entry.number, error)
+        if job is not None and hooks.aqd_job_finish.get_hookimpls():
+            outcome = "failed" if ending.kind == "discarded" else ending.kind
+            self._hook("aqd_job_finish", job=job, outcome=outcome, error=error)
         log.context(slot=self.page.slot)
-        return kind, result, error
+        return ending
+
+    def _failed(self, number: int, error: BaseException) -> Ending:
+        kind, reason = self._kind(number, error)
+        wish = -1.0
+        if issubclass(type(error), Retry) and isinstance(error.after_s, int | float):  # type: ignore[attr-defined]
+            wish = float(max(0.0, min(error.after_s, 1e12)))  # type: ignore[attr-defined]
+        return Ending(kind, reason, "", *describe(error, __file__), wish)
+
+    def _kind(self, number: int, error: BaseException) -> tuple[str, str]:
+        """(kind, reason). That the master ended the job counts only if it did: a handler may raise anything."""
+        if self.page.stop_entry == number:
+            # A task group hands on what was raised in a task in a group of its own.
+            members = error.exceptions if issubclass(type(error), BaseExceptionGroup) else ()  # type: ignore[attr-defined]
+            for found in (error, *members[:100]):
+                if issubclass(type(found), JobTimeout):
+                    return "timed_out", "timeout"
+                if issubclass(type(found), JobCancelled):
+                    return "cancelled", "cancel"
+                if issubclass(type(found), StopJob):
+                    return "interrupted", "lease" if self.page.stop_reason is StopReason.FENCE else "drain"
+        return next((kind, reason) for cls, kind, reason in _REASONS if issubclass(type(error), cls))
 
     def _guarded(
         self, loaded: LoadedHandler, entry: messages.JobEntry, payload: str, job: JobContext | None
-    ) -> tuple[str, Any, BaseException | None]:
+    ) -> str:
+        """The result as text. A stop is let in only while the handler and the hooks before it run."""
         log.context(slot=self.page.slot, job_id=str(entry.id), type=entry.type, attempt=entry.attempt)
+        info = loaded.info
+        if info.confinement is None and not info.detach:
+            return self._result(self._interruptibly(loaded, payload, job))
+        with contextlib.ExitStack() as surroundings:
+            if info.confinement is not None and info.confinement.irreversible:
+                confine.irrevocably(info.confinement, self.master_pid)
+            elif info.confinement is not None:
+                surroundings.enter_context(confine.around(info.confinement))
+            if info.detach:
+                surroundings.enter_context(self.helpers.marked_detached())
+            value = self._interruptibly(loaded, payload, job)
+        return self._result(value)
+
+    def _interruptibly(self, loaded: LoadedHandler, payload: str, job: JobContext | None) -> Any:
         try:
-            try:
-                self._interruptible = True
-                if job is not None:
-                    self._hook("aqd_job_start", job=job)
-                value = self._call(loaded, decode_payload(payload), job)
-                self._interruptible = False
-                return "completed", self._result(value), None
-            finally:
-                self._interruptible = False
-        except StopJob as stop:
-            return _stopped(stop), None, stop
-        except Discard as discard:
-            return "discarded", None, discard
-        except BaseException as error:
-            return "failed", None, error
+            self._interruptible = True
+            if job is not None:
+                self._hook("aqd_job_start", job=job)
+            value = self._call(loaded, decode_payload(payload), job)
+            self._interruptible = False
+            return value
+        finally:
+            self._interruptible = False
 
     def _call(self, loaded: LoadedHandler, payload: Any, job: JobContext | None) -> Any:
         arguments = (payload, job) if loaded.info.wants_job else (payload,)
@@ -284,7 +449,7 @@ class Worker:
         try:
             return encode_json(value, field="result", max_bytes=self.config.jobs.max_result_bytes)
         except InputError as error:
-            raise ValueError(f"the handler's result cannot be stored: {error}") from None
+            raise _ResultRefused(f"the handler's result cannot be stored: {error}") from None
 
     def _context(self, entry: messages.JobEntry) -> JobContext:
         return JobContext(
@@ -295,7 +460,16 @@ class Worker:
             max_attempts=entry.max_attempts,
             created_at_us=entry.created_at_us,
             should_stop=lambda: self.page.stop_entry == entry.number,
+            progress=lambda percent, message: self._note(entry.number, percent, message),
         )
+
+    def _note(self, number: int, percent: float | None, message: str) -> None:
+        """The job's progress, from whatever thread; one that is over (or a forked child) has nothing to say."""
+        if os.getpid() != self.pid or self.page.current() != number:
+            return
+        text = str.__str__(message)[:NOTE_BYTES].replace("\0", "\\0")
+        with self._note_lock:
+            self.page.write_note(number, percent, text)
 
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
         """The soft step: end the job that the page names, if it is the one we are on."""
@@ -327,56 +501,16 @@ def decode_payload(text: str) -> Any:
 def _stop_exception(reason: StopReason) -> StopJob:
     if reason is StopReason.TIMEOUT:
         return JobTimeout("the job ran longer than its timeout_s")
+    if reason is StopReason.CANCEL:
+        return JobCancelled("the job was cancelled")
+    if reason is StopReason.FENCE:
+        return JobInterrupted("the job's lease is lost")
     return JobInterrupted("the daemon is stopping")
 
 
-def _stopped(stop: StopJob) -> str:
-    return "timed_out" if isinstance(stop, JobTimeout) else "interrupted"
+def _own_cpu_us() -> int:
+    return time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID) // 1000
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
     pass
-
-
-def describe(error: BaseException | None) -> tuple[str, str]:
-    """An exception as (one bounded line, bounded traceback), printable whatever it is."""
-    if error is None:
-        return "", ""
-    name = type(error).__qualname__
-    try:
-        message = str(error)
-    except BaseException as broken:
-        message = f"<its text could not be made: {type(broken).__name__}>"
-    if isinstance(error, SystemExit):
-        message = f"the handler called sys.exit({message})"
-    if isinstance(error, Retry | Discard):
-        text = message
-    else:
-        text = f"{name}: {message}" if message else name
-    try:
-        trace = "".join(traceback.format_exception(type(error), error, _own_frames(error), limit=50))
-    except BaseException as broken:
-        trace = f"<the traceback could not be made: {type(broken).__name__}>"
-    return printable(text, MAX_ERROR_CHARS), printable(trace, MAX_TRACEBACK_CHARS)
-
-
-def _own_frames(error: BaseException) -> Any:
-    """The traceback from the handler's first frame on, without this module's."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames
-
-
-def printable(text: str, limit: int) -> str:
-    """Text that PostgreSQL takes: no NUL, no lone surrogate, at most ``limit`` characters (its middle
-    is cut out: the beginning says what, the end says where)."""
-    text = _cut(text, limit)  # first, because escaping 50 MiB is slow; and again, because it lengthens
-    return _cut(text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode(), limit)
-
-
-def _cut(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = limit // 2 - 30
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters cut …\n{text[-half:]}"

@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 
-from aqd import Retry, channel, messages
+from aqd import Retry, channel, messages, output, process
 from aqd.config import Config
 from aqd.hookspecs import HandlerInfo
 from aqd.page import Page
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import boottime_ns
-from aqd.worker import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS, Worker, describe, printable
+from aqd.failures import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS, describe, printable
+from aqd.worker import Worker
+
+
+class Untouched(output.Streams):
+    """The output of a worker that runs in the test's own process: its descriptors stay as they are."""
+
+    def __init__(self, output_fd: int) -> None:
+        self.output_fd = output_fd
+
+    def restore(self) -> None:
+        pass
 
 
 class Bench:
@@ -27,18 +38,23 @@ class Bench:
         self.ours, theirs = channel.pair()
         self.ours.settimeout(2)
         self.registry = Registry()
-        self.worker = Worker(self.registry, Config(), theirs, self.page, [], os.getppid())
+        self.output_fd = process.output_file("test")
+        self.worker = Worker(
+            self.registry, Config(), theirs, self.page, self.output_fd, ["late"], os.getppid()
+        )
+        self.worker.streams = Untouched(self.output_fd)
+        self.worker.prepare()
         self.ran: list[int] = []
 
-    def run(self, function: Callable[[Any], Any], number: int = 0) -> None:
-        info = HandlerInfo(type="t", plugin="p")
+    def run(self, function: Callable[[Any], Any], number: int = 0, **options: Any) -> None:
+        info = HandlerInfo(type="t", plugin="p", **options)
 
         def handler(payload: Any) -> Any:
             self.ran.append(number)
             return function(payload)
 
         self.registry.handlers["t"] = LoadedHandler(info, handler)
-        self.page.write([(1, 2, 1, 0)])
+        self.page.write([(1, 2, 1, 0, 0, 0)])
         self.page.lease_until_ns = boottime_ns() + 10**12
         self.worker._run(messages.JobEntry(number, 1, "t", "{}", 1, 5, "default", 0), "{}")
 
@@ -52,6 +68,7 @@ class Bench:
         self.ours.close()
         self.worker.channel.close()
         self.page.close()
+        os.close(self.output_fd)
 
 
 @pytest.fixture
@@ -66,9 +83,9 @@ class RecalledJustBefore(Page):
 
     __slots__ = ()
 
-    def begin(self, number: int, now_ns: int) -> None:
+    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
         assert self.recall() == (number, number + 1)
-        super().begin(number, now_ns)
+        super().begin(number, now_ns, cpu_us, output_at)
 
 
 class RecalledJustAfter(Page):
@@ -76,8 +93,8 @@ class RecalledJustAfter(Page):
 
     __slots__ = ()
 
-    def begin(self, number: int, now_ns: int) -> None:
-        super().begin(number, now_ns)
+    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
+        super().begin(number, now_ns, cpu_us, output_at)
         assert self.recall() == (number + 1, number + 1)
 
 
@@ -108,7 +125,7 @@ def test_the_page_says_where_the_worker_is(bench: Bench) -> None:
 
 
 def test_without_a_certain_lease_nothing_begins(bench: Bench) -> None:
-    bench.page.write([(1, 2, 1, 0)])
+    bench.page.write([(1, 2, 1, 0, 0, 0)])
     bench.worker._run(messages.JobEntry(0, 1, "t", "{}", 1, 5, "default", 0), "{}")
     outcome = bench.outcome()
     assert isinstance(outcome, messages.Broken)
