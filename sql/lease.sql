@@ -65,8 +65,8 @@ returning j.id
 -- (outcome.sql); a cancelled attempt that had begun is no interruption. Gives the state after.
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
-    select held.*, i.interrupted and not held.cancelled as interrupted, i.interrupted as begun, i.reason, i.reason_code,
-           now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
+    select held.*, i.interrupted as begun, i.interrupted and not held.cancelled as interrupted, i.reason,
+           i.reason_code, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
            i.interrupted and not held.cancelled and held.interruptions >= :max_interruptions::integer as exhausted
     from (
         select u.*

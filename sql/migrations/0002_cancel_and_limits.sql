@@ -27,11 +27,12 @@ alter table aqd.failed_jobs add column reason text collate "C";
 
 -- Ends a job that was asked to end and is not running any more: out of jobs, into job_history. The figures
 -- are those of the attempt that the same statement has written down, if any: an AFTER trigger sees all that
--- its statement did, in every WITH branch.
+-- its statement did, in every WITH branch. With its owner's rights, so that a role that may ask a job to end
+-- (update of cancel_requested_at) needs no right to delete jobs or to write history and records.
 create function aqd.end_cancelled() returns trigger
-language plpgsql as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
-    -- No daemon has run for a week, and nobody has made today's partition.
+    -- Otherwise missing only where no daemon has run for a week.
     if to_regclass('aqd.job_history_' || to_char(now() at time zone 'UTC', 'YYYYMMDD')) is null then
         perform aqd.create_history_partition((now() at time zone 'UTC')::date);
     end if;

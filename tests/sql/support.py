@@ -82,6 +82,13 @@ def released(job: claims.ClaimedJob, *, interrupted: bool = False) -> store.Rele
     return store.Release(job.id, job.token, interrupted, "drain", 0.0)
 
 
+def everything(queue: Queue) -> list[Any]:
+    """All rows of all tables that say something about jobs."""
+    tables = ("jobs", "job_history", "job_attempts", "failed_jobs")
+    look = [f"select to_jsonb(t)::text from aqd.{table} t order by 1" for table in tables]
+    return [queue.conn.execute(query).fetchall() for query in look]
+
+
 def in_threads(*tasks: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     """Run the tasks at the same time, started together; their results, or the first error."""
     barrier = threading.Barrier(len(tasks))

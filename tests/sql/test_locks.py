@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
 import psycopg
 import pytest
 
-from aqd import database, store
-from aqd.errors import ConflictError
+from aqd import claims, database, store
+from aqd.errors import ConflictError, NotFoundError
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads, released
@@ -81,6 +82,90 @@ def test_mixed_changes_do_not_deadlock(connect: Connect, queue: Queue) -> None:
     assert min(rounds) > 2
     assert deadlocks(queue) == 0
     assert queue.value("select count(*) from aqd.jobs") == ROWS, "each completed job was replaced by one"
+
+
+Jobs = list[claims.ClaimedJob]
+
+
+def renew(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    store.renew(conn, [(job.id, job.token) for job in jobs], rng.choice([0.01, 5.0]))
+
+
+def progress(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    store.store_progress(conn, [store.Progress(job.id, job.token, 50.0, "half") for job in jobs])
+
+
+def complete(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    Queue(conn).fill(len(store.record_completed(conn, [completion(job) for job in jobs[:5]])) or 1)
+
+
+def fail(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    store.record_failed(conn, [failure(job, rng.choice([0.0, None])) for job in jobs])
+
+
+def release(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    store.release(conn, [released(job, interrupted=rng.random() < 0.5) for job in jobs], 3)
+
+
+def rescue(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    store.rescue(conn, 200, 0.0, 0.0, 10**6)
+
+
+def cancel(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    """Several in one transaction, in the order of ids as everybody: the caller's own duty."""
+    with conn.transaction():
+        for id in sorted({job.id for job in jobs[:5]}):
+            store.cancel_job(conn, id)
+
+
+def retry(conn: database.Connection, jobs: Jobs, rng: random.Random) -> None:
+    for (id,) in conn.execute("select id from aqd.jobs where state = 'FAILED' limit 10").fetchall():
+        with contextlib.suppress(ConflictError, NotFoundError):
+            store.retry_job(conn, id)
+
+
+ACTS = (renew, progress, complete, fail, release, rescue, cancel, retry)
+
+
+def test_everybody_wants_the_same_rows(connect: Connect, queue: Queue) -> None:
+    """Four sessions act for the same owner and against it, on the same tokens in orders of their own: renew,
+    progress, complete, fail, release, rescue, cancel, retry. No deadlock, and every job in exactly one place."""
+    added = 60
+    queue.fill(added)
+    stop = time.monotonic() + MIX_S
+    owned: list[list[claims.ClaimedJob]] = [[]]
+
+    def node(number: int) -> dict[str, int]:
+        rng = random.Random(number)
+        done: dict[str, int] = {}
+        with connect() as conn:
+            mine = book(node_id="node", sweep_s=0.0, lease_s=0.03)
+            while time.monotonic() < stop:
+                mine.lower("default", 0)
+                if fresh := mine.claim(conn, 20):
+                    owned[0] = (owned[0] + fresh)[-80:]
+                jobs = rng.sample(owned[0], len(owned[0]))[:40]
+                act = rng.choice(ACTS)
+                act(conn, jobs, rng)
+                done[act.__name__] = done.get(act.__name__, 0) + 1
+        return done
+
+    counts = in_threads(*[lambda n=n: node(n) for n in range(4)])
+    assert deadlocks(queue) == 0
+    for act in ACTS:
+        assert sum(each.get(act.__name__, 0) for each in counts) > 0
+    made = queue.value("select last_value from aqd.jobs_id_seq")
+    assert queue.value("select count(*) from aqd.all_jobs") == made
+    assert queue.value("select count(distinct id) from aqd.all_jobs") == made
+    assert (
+        queue.value(
+            "select count(*) from aqd.jobs where cancel_requested_at is not null and state <> 'PROCESSING'"
+        )
+        == 0
+    )
+    left_open = """select count(*) from aqd.failed_jobs f where f.resolved_at is null
+                   and not exists (select from aqd.jobs j where j.id = f.job_id)"""
+    assert queue.value(left_open) == 0
 
 
 @pytest.mark.parametrize("sqlstate", ["40P01", "40001"])

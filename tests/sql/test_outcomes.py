@@ -11,7 +11,7 @@ import pytest
 
 from aqd import claims, database, store
 from tests.sql.conftest import Connect
-from tests.sql.support import HELD, Queue, book, completion, failure, released
+from tests.sql.support import HELD, Queue, book, completion, everything, failure, released
 
 
 def claim(conn: database.Connection, table: Queue, count: int = 1, **options: Any) -> list[claims.ClaimedJob]:
@@ -120,6 +120,128 @@ def test_renewal_is_hot(conn: database.Connection, queue: Queue) -> None:
     assert hot == (20,)
 
 
+# --- reasons, output, progress --------------------------------------------------------------------
+
+
+def test_output_of_a_completed_attempt(conn: database.Connection, queue: Queue) -> None:
+    quiet, loud = claim(conn, queue, 2)
+    text = "start" + "x" * 100_000 + "\0\udcff end"
+    store.record_completed(conn, [completion(quiet), completion(loud)._replace(output=text)])
+    assert store.get_job(conn, quiet.id).output is None  # type: ignore[union-attr]
+    kept = store.get_job(conn, loud.id).output  # type: ignore[union-attr]
+    assert kept is not None
+    assert len(kept) == store.MAX_OUTPUT
+    assert kept.endswith("xx\\0\\udcff end")
+    (row, _) = store.list_jobs(conn)
+    assert row.output is None, "not in lists"
+
+
+def test_reason_output_and_final_error_of_a_failure(conn: database.Connection, queue: Queue) -> None:
+    again, poison, plain = claim(conn, queue, 3)
+    words = {"reason": "signal", "output": "Fatal Python error", "final_error": "poison: boom"}
+    batch = [
+        failure(again, 60.0, "crashed")._replace(**words),
+        failure(poison, None, "crashed")._replace(**words),
+        failure(plain, None),
+    ]
+    assert store.record_failed(conn, batch) == {again.id: "QUEUED", poison.id: "FAILED", plain.id: "FAILED"}
+    for job in (again, poison):
+        (attempt,) = store.get_attempts(conn, job.id)
+        assert (attempt.reason, attempt.output, attempt.error) == ("signal", "Fatal Python error", "boom")
+    assert store.get_attempts(conn, plain.id)[0].reason is None
+    records = {record.job_id: record for record in store.list_failed(conn)}
+    assert set(records) == {poison.id, plain.id}
+    assert (records[poison.id].error, records[poison.id].reason) == ("poison: boom", "signal")
+    assert (records[plain.id].error, records[plain.id].reason) == ("boom", None)
+    last_errors = [queue.row(job.id)["last_error"] for job in (again, poison, plain)]
+    assert last_errors == ["boom", "poison: boom", "boom"]
+
+
+def test_a_second_failure_overwrites_the_reason(conn: database.Connection, queue: Queue) -> None:
+    (job,) = claim(conn, queue, max_attempts=1)
+    store.record_failed(conn, [failure(job)._replace(reason="exception")])
+    store.retry_job(conn, job.id)
+    book().claim(conn, 1)
+    queue.expire(job.id)
+    store.rescue(conn, 10, 0.0, 0.0, 5)
+    (record,) = store.list_failed(conn)
+    assert (record.kind, record.reason, record.failures) == ("lost", "lease", 2)
+
+
+def test_reason_of_an_interruption(conn: database.Connection, queue: Queue) -> None:
+    one, two = claim(conn, queue, 2)
+    given = [
+        released(one, interrupted=True),
+        released(two, interrupted=True)._replace(reason_code="lease", reason="the lease was not certain"),
+    ]
+    store.release(conn, given, 0)
+    found = [store.get_attempts(conn, job.id)[0] for job in (one, two)]
+    assert [(attempt.kind, attempt.reason) for attempt in found] == [
+        ("interrupted", "drain"),
+        ("interrupted", "lease"),
+    ]
+    assert {record.reason for record in store.list_failed(conn)} == {"drain", "lease"}
+
+
+def test_progress(connect: Connect, queue: Queue) -> None:
+    conn, other = connect(), connect()
+    jobs = claim(conn, queue, 4)
+
+    def progress(job: claims.ClaimedJob) -> tuple[float | None, str | None]:
+        row = store.get_job(conn, job.id)
+        assert row is not None
+        return row.progress_percent, row.progress_message
+
+    said = [
+        store.Progress(jobs[0].id, jobs[0].token, 10.0, "begun"),
+        store.Progress(jobs[0].id, jobs[0].token, 62.5, "pages \0 and \ud800"),
+        store.Progress(jobs[1].id, jobs[1].token, None, "x" * 5000),
+        store.Progress(jobs[2].id, jobs[2].token + 1, 50.0, "somebody else's"),
+        store.Progress(jobs[3].id, jobs[3].token, float("inf"), ""),
+    ]
+    assert store.store_progress(conn, said) == {jobs[0].id, jobs[1].id, jobs[3].id}
+    assert progress(jobs[0]) == (62.5, "pages \\0 and \\ud800")
+    percent, message = progress(jobs[1])
+    assert percent is None
+    assert len(message or "") < store.MAX_PROGRESS + 100
+    assert progress(jobs[2]) == (None, None)
+    assert progress(jobs[3]) == (100.0, "")
+    assert queue.row(jobs[0].id)["progress_at"] is not None
+    with other.transaction():
+        other.execute("select from aqd.jobs where id = %s for update", [jobs[0].id])
+        again = [entry._replace(percent=float("nan"), message="on") for entry in said[1:3]]
+        assert store.store_progress(conn, again) == {jobs[1].id}, "a row in other hands is not waited for"
+    assert store.store_progress(conn, []) == set()
+
+
+def test_progress_is_hot(conn: database.Connection, queue: Queue) -> None:
+    """As a renewal. Few jobs, so that a page holds all versions of them."""
+    jobs = claim(conn, queue, 8)
+    with conn.transaction():
+        store.store_progress(conn, [store.Progress(job.id, job.token, 5.0, "five") for job in jobs])
+        hot = conn.execute("select pg_stat_get_xact_tuples_hot_updated('aqd.jobs'::regclass)").fetchone()
+    assert hot == (8,)
+
+
+def test_progress_is_the_attempts_own(conn: database.Connection, queue: Queue) -> None:
+    """Kept while the job waits, gone when it begins anew."""
+    (job,) = claim(conn, queue)
+    fields = ("progress_percent", "progress_message", "progress_at")
+
+    def say(job: claims.ClaimedJob) -> None:
+        assert store.store_progress(conn, [store.Progress(job.id, job.token, 5.0, "five")]) == {job.id}
+
+    say(job)
+    store.record_failed(conn, [failure(job, 0.0)])
+    assert queue.row(job.id)["progress_message"] == "five"
+    (again,) = book().claim(conn, 1)
+    assert [queue.row(job.id)[field] for field in fields] == [None] * 3
+    say(again)
+    store.record_failed(conn, [failure(again)])
+    store.retry_job(conn, job.id)
+    assert [queue.row(job.id)[field] for field in fields] == [None] * 3
+
+
 # --- late owners ----------------------------------------------------------------------------------
 
 
@@ -149,6 +271,19 @@ def deleted(conn: database.Connection, queue: Queue, id: int) -> None:
     queue.conn.execute("delete from aqd.jobs where id = %s", [id])
 
 
+def cancelled_on_b(conn: database.Connection, queue: Queue, id: int) -> None:
+    job = reclaim(conn, queue, id)
+    store.cancel_job(conn, id)
+    store.record_failed(conn, [failure(job, 0.0)])
+
+
+def cancelled_and_rescued(conn: database.Connection, queue: Queue, id: int) -> None:
+    """The row left under A's own token: only who wrote it down tells that A is late."""
+    store.cancel_job(conn, id)
+    waiting_for_b(conn, queue, id)
+    assert queue.state(id) == "CANCELLED"
+
+
 def reclaim(conn: database.Connection, queue: Queue, id: int) -> claims.ClaimedJob:
     waiting_for_b(conn, queue, id)
     (job,) = book(node_id="b").claim(conn, 1)
@@ -158,7 +293,16 @@ def reclaim(conn: database.Connection, queue: Queue, id: int) -> claims.ClaimedJ
 
 @pytest.mark.parametrize(
     "meanwhile",
-    [completed_by_b, failed_by_b, running_on_b, waiting_for_b, retried_by_hand, deleted],
+    [
+        completed_by_b,
+        failed_by_b,
+        running_on_b,
+        waiting_for_b,
+        retried_by_hand,
+        cancelled_on_b,
+        cancelled_and_rescued,
+        deleted,
+    ],
     ids=lambda meanwhile: meanwhile.__name__,
 )
 def test_late_owner_changes_nothing(
@@ -167,14 +311,13 @@ def test_late_owner_changes_nothing(
     """F30: every kind of late word of A matches no row."""
     (job,) = claim(conn, queue)
     meanwhile(conn, queue, job.id)
-    tables = ("jobs", "job_history", "job_attempts", "failed_jobs")
-    look = [f"select to_jsonb(t)::text from aqd.{table} t order by 1" for table in tables]
-    before = [queue.conn.execute(query).fetchall() for query in look]
+    before = everything(queue)
     assert store.renew(conn, [(job.id, job.token)], 30.0) == {}
+    assert store.store_progress(conn, [store.Progress(job.id, job.token, 50.0, "late")]) == set()
     assert store.record_completed(conn, [completion(job)]) == set()
     assert store.release(conn, [released(job, interrupted=True)], 20) == {}
     assert store.record_failed(conn, [failure(job)]) == {}
-    assert [queue.conn.execute(query).fetchall() for query in look] == before
+    assert everything(queue) == before
 
 
 # --- answers that were lost -----------------------------------------------------------------------
