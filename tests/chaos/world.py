@@ -27,7 +27,7 @@ from tests.chaos.checks import Event
 from tests.chaos.plan import Plan
 from tests.chaos.watch import boottime_ns
 from tests.fixtures import processes
-from tests.fixtures.daemon import Daemon
+from tests.fixtures.daemon import ROOT, Daemon
 from tests.fixtures.postgres import LocalPostgres, free_port
 from tests.fixtures.proxy import Proxy
 
@@ -193,6 +193,7 @@ class World:
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "FAKETIME_DISABLE_SHM": "1",
+            "PYTHONPATH": f"{ROOT}:{Path(__file__).parent / 'clock'}",
         }
 
     # --- life
