@@ -5,6 +5,7 @@ Whether a job ran, and how its handler ended, is judged by the handlers' own acc
 """
 
 import contextlib
+import os
 import random
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ from collections import Counter
 import pytest
 
 from aqd import client
+from aqd.process import STOP_SIGNAL
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.processes import wait_until
 from tests.process.support import is_gone
@@ -250,6 +252,25 @@ def test_the_node_that_runs_it_is_told(start_daemon, jobs, side):
         assert only_attempt(jobs, job) == ("cancelled", "cancel")
     assert all(run.outcome == "JobCancelled" for run in side.runs())
     assert all(daemon.status()["state"] == "running" for daemon in daemons)
+
+
+def test_a_signal_that_comes_too_late_means_nothing_to_the_next_job(start_daemon, jobs, side, tmp_path):
+    """Sent for a job that has ended meanwhile: the master's own, delayed by the scheduler, played here."""
+    gate = tmp_path / "go"
+    start_daemon({"daemon": {**NOTIFY["daemon"], "slots": 1, "frame_ms": 0.0}})
+    for type_ in ("fate", "fate_async"):
+        victim = jobs.add([{"sleep": 120}], type=type_)
+        pid = side.wait_start(victim)["pid"]
+        cancel(jobs, victim)
+        cancelled(jobs, victim)
+        following = jobs.add([{"wait_file": str(gate)}, {"sleep": 0.05}, {"return": "untouched"}], type=type_)
+        assert side.wait_start(following)["pid"] == pid
+        for _ in range(20):
+            os.kill(pid, STOP_SIGNAL)
+        gate.touch()
+        row = jobs.wait(following)
+        assert (row["state"], row["attempt"], row["result"]) == ("COMPLETED", 1, "untouched")
+        gate.unlink()
 
 
 @pytest.mark.parametrize(

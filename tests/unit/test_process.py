@@ -1,0 +1,99 @@
+"""The one hard kill: what was looked at is what is killed, or nothing is."""
+
+import contextlib
+import mmap
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from aqd.process import while_stopped
+from tests.fixtures import processes
+from tests.fixtures.processes import wait_until
+
+
+class Child:
+    """A process that goes from job to job, each of them short; the number of the present one is in a shared page."""
+
+    def __init__(self) -> None:
+        self.page = memoryview(mmap.mmap(-1, 4096)).cast("Q")
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            while True:
+                for _ in range(2000):  # some 50 µs: about what lies between a decision and a signal
+                    pass
+                self.page[0] += 1
+
+    @property
+    def job(self) -> int:
+        return self.page[0]
+
+    def wait_job(self) -> int:
+        """The number of a job that it has just been seen on."""
+        before = self.job
+        return wait_until(lambda: self.job if self.job != before else None)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def is_on(child: Child, job: int) -> bool:
+    return child.job == job
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    made = Child()
+    made.wait_job()
+    yield made
+    made.end()
+
+
+def test_nothing_moves_while_it_is_looked_at(child: Child) -> None:
+    def look() -> bool:
+        seen = child.job
+        assert processes.look(child.pid).state == "T"
+        assert child.job == seen
+        return False
+
+    for _ in range(50):
+        assert not while_stopped(child.pid, look)
+        child.wait_job()  # and then it goes on
+
+
+def test_only_the_job_that_was_meant_is_killed() -> None:
+    spared = 0
+    for _ in range(30):
+        child = Child()
+        try:
+            killed = False
+            while not killed:
+                meant = child.wait_job()
+                killed = while_stopped(child.pid, partial(is_on, child, meant))
+                spared += not killed
+            _, status = os.waitpid(child.pid, 0)
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            assert child.job == meant
+        finally:
+            child.end()
+    assert spared, "the child was never on another job by then, so nothing was tested"
+
+
+def test_the_whole_group_goes_and_a_process_that_is_gone_is_not_killed(child: Child) -> None:
+    assert while_stopped(child.pid, lambda: True)
+    wait_until(lambda: processes.look(child.pid).state == "Z")
+    assert not while_stopped(child.pid, lambda: True), "a zombie"
+    os.waitpid(child.pid, 0)
+    assert not while_stopped(child.pid, lambda: True)
+
+
+def test_a_look_that_fails_lets_it_go_on(child: Child) -> None:
+    with pytest.raises(ZeroDivisionError):
+        while_stopped(child.pid, lambda: 1 // 0 > 0)
+    child.wait_job()
