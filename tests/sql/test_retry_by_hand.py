@@ -98,3 +98,13 @@ def test_retry_of_what_is_being_pruned(connect: Connect, queue: Queue) -> None:
         wait_until(lambda: queue.value(waits, caller.info.backend_pid))
     thread.join(10)
     assert answers == [f"there is no job {id}"]
+
+
+def test_a_retry_forgets_an_old_request_to_end(conn: database.Connection, queue: Queue) -> None:
+    """No statement leaves one on a FAILED row; a restored dump or a switched-off trigger might."""
+    id = a_failed_job(conn, queue)
+    queue.conn.execute("alter table aqd.jobs disable trigger jobs_cancelled")
+    queue.conn.execute("update aqd.jobs set cancel_requested_at = now()")
+    queue.conn.execute("alter table aqd.jobs enable trigger jobs_cancelled")
+    store.retry_job(conn, id)
+    assert queue.row(id)["cancel_requested_at"] is None
