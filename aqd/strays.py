@@ -168,7 +168,7 @@ class Hunt:
         )
         found = list(candidates)
         # Only now: a worker writes its page before it leaves its loader's session, so one that was seen outside
-        # of that is known by now. (Asked for before, 1 newborn in 20 was killed under load.)
+        # of that is known by now. (Asked for before, newborn workers were killed under load.)
         known, sessions = self._known(), self._sessions()
         leaders = {process.pid for process in found if process.pid == process.session}
         for process in found:
