@@ -5,13 +5,23 @@
 import functools
 import logging
 import math
+import re
 from datetime import UTC, datetime
 
 import msgspec
 import pytest
 
 import aqd
-from aqd.hookspecs import HOOK_NAMES, Backoff, HandlerInfo, Handlers, JobContext
+from aqd.hookspecs import (
+    HOOK_NAMES,
+    UNLIMITED,
+    Backoff,
+    Confinement,
+    HandlerInfo,
+    HandlerOptions,
+    Handlers,
+    JobContext,
+)
 
 
 @pytest.fixture
@@ -155,6 +165,77 @@ def test_the_decorator_returns_the_function_itself(handlers):
     info, kept = handlers.collected["a"]
     assert kept is function
     assert info.timeout_s == 2
+
+
+def test_the_options_and_what_they_become(handlers):
+    info = added(
+        handlers,
+        len,
+        timeout_s=2,
+        max_attempts=3,
+        max_crashes=1000,
+        memory_limit_mb=1,
+        detach=True,
+        keep_output=True,
+        queue="q",
+        rlimits={"NOFILE": 0, "CPU": "unlimited"},
+        oom_score_adj=-1000,
+    )
+    assert (info.timeout_s, info.max_attempts, info.max_crashes, info.memory_limit_mb) == (2.0, 3, 1000, 1)
+    assert (info.detach, info.keep_output, info.one_shot, info.queue) == (True, True, False, "q")
+    assert info.confinement == Confinement(rlimits={"NOFILE": 0, "CPU": UNLIMITED}, oom_score_adj=-1000)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=HandlerInfo) == info
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nice": 0},
+        {"no_new_privs": True},
+        {"user": "nobody"},
+        {"group": "nogroup"},
+        {"hard_rlimits": {"CORE": 0}},
+        {"one_shot": True},
+    ],
+)
+def test_what_cannot_be_taken_back_gets_a_process_of_its_own(handlers, options):
+    assert added(handlers, len, **options).one_shot
+
+
+def test_an_option_that_is_none_or_asks_for_nothing_is_not_there(handlers):
+    plain = added(Handlers("demo", {}), len)
+    nothing = dict.fromkeys(HandlerOptions.__annotations__)
+    assert added(Handlers("demo", {}), len, **nothing) == plain
+    assert added(handlers, len, rlimits={}, no_new_privs=False, detach=False, one_shot=False) == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_crashes": 0}, "max_crashes must be a whole number from 1 to 1000, not 0"),
+        ({"max_crashes": 1001}, "max_crashes"),
+        ({"memory_limit_mb": True}, "memory_limit_mb must be a whole number from 1 to 1048576, not True"),
+        ({"memory_limit_mb": 1048577}, "memory_limit_mb"),
+        ({"oom_score_adj": 1001}, "oom_score_adj must be a whole number from -1000 to 1000"),
+        ({"nice": 20}, "nice must be a whole number from -20 to 19"),
+        ({"nice": 0.5}, "nice"),
+        ({"detach": 1}, "detach must be True or False, not 1"),
+        ({"rlimits": {"RLIMIT_CPU": 1}}, "rlimits: there is no 'RLIMIT_CPU'; the names are NOFILE, FSIZE"),
+        ({"rlimits": {"CPU": -1}}, "rlimits: CPU must be a whole number of at least 0"),
+        ({"hard_rlimits": {"AS": 1.5}}, "hard_rlimits: AS"),
+        ({"hard_rlimits": [1]}, "hard_rlimits must be a mapping"),
+        ({"user": ""}, "user must be the name"),
+        ({"group": 5}, "group must be the name"),
+        ({"timeouts": 5}, "there is no option 'timeouts'; did you mean timeout_s?"),
+        ({"zzz": 5}, "there is no option 'zzz'; the options are timeout_s, max_attempts"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(handlers, options, message):
+    with pytest.raises((TypeError, ValueError), match="handler 'a': " + re.escape(message)):
+        handlers.add("a", len, **options)
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        handlers.handler("a", **options)(len)
+    assert handlers.collected == {}
 
 
 def test_one_type_once_per_plugin(handlers):
