@@ -109,6 +109,27 @@ def test_what_a_job_does_to_its_output_does_not_hurt_the_next(daemon, jobs):
     assert attempt["output"].startswith("Fatal Python error: Aborted")
 
 
+def test_a_plugin_that_cannot_be_imported_in_the_worker(start_daemon, jobs):
+    text = """
+import os, threading, time
+import aqd
+
+if "AQD_INTERNAL_WORKER" in os.environ:
+    raise RuntimeError("no licence left")
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+@aqd.hookimpl
+def aqd_register(handlers):
+    handlers.add("late", len, max_attempts=1)
+"""
+    start_daemon({"daemon": {"slots": 1}}, plugins={"threads.py": text})
+    jobs.wait(job := jobs.add({}, type="late"), "FAILED")
+    (attempt,) = jobs.attempts(job)
+    assert (attempt["kind"], attempt["reason"]) == ("failed", "plugin_import")
+    assert "its plugin threads could not be imported in this worker" in attempt["error"]
+    assert "no licence left" in attempt["error"]
+
+
 def test_a_failed_job_has_its_own_output_only(daemon, jobs):
     """What a job holds back in a stream of its own making still is its own."""
     attempt = probe.failure(

@@ -61,6 +61,25 @@ def test_nothing_outlives_its_job(start_daemon, jobs, end):
     assert daemon.workers()[0] == worker
 
 
+def test_a_job_that_forks_faster_than_it_can_be_killed(start_daemon, jobs):
+    """Its worker gives up after a second, with the outcome sent, and the master ends the whole group."""
+    daemon = start_daemon(ONE, plugins=probe.source())
+    worker = probe.result(
+        jobs,
+        """
+runner = "import os\\nwhile True:\\n  if os.fork(): os._exit(0)"
+subprocess.Popen([sys.executable, "-S", "-c", runner, "comet"])
+time.sleep(0.2)
+result = os.getpid()
+""",
+    )
+    wait_until(lambda: not any("comet" in p.title for p in processes.table().values()), 15)
+    assert probe.result(jobs, "result = 5") == 5
+    # Either it was caught after all, or the worker has left.
+    if daemon.workers()[0] != worker:
+        daemon.wait_for("helpers of a job cannot be ended, leaving")
+
+
 def test_a_handler_may_leave_something_behind(start_daemon, jobs):
     daemon = start_daemon(ONE, plugins=probe.source({"detached": {"detach": True}}))
     # A program, and a fork that only the worker knows of; one that is dead already is no reason to go on looking.
