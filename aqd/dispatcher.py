@@ -39,6 +39,7 @@ from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
+    Failed,
     NodeGone,
     Reconciled,
     Reconciliation,
@@ -366,12 +367,9 @@ class Dispatcher:
         link.load_ns -= link.unfinished.pop(number, 0)
         printed = output.text(output.tail(link.output_fd, link.page.output_at))
         work = outcomes.from_exit(link, held, number, exited, printed, now_ns)
-        if work is not None:
-            self._put(work)
-            return
-        logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
-        self._count("lost", 1)
-        link.recorded(number)
+        if isinstance(work, Failed) and work.kind == "lost":
+            logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
+        self._put(work)
 
     def _maybe_settled(self, link: Link) -> None:
         if link.settling and not link.held and all(note.recorded for note in link.notes):

@@ -67,15 +67,15 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
 
 def from_exit(
     link: Link, held: Held, number: int, exited: messages.Exited, printed: str, now_ns: int
-) -> Work | None:
-    """The end of the attempt that its worker was on when it died, with what the job had ``printed``; None if
-    nothing may be written, because somebody else may own the job by now."""
+) -> Failed | Released:
+    """The end of the attempt that its worker was on when it died, with what the job had ``printed``."""
     key = (link.incarnation, number)
     how = ExitStatus(exited.signal, exited.code)
     asked = StopReason(exited.reason) if exited.number == number else StopReason.NONE
     match asked:
         case StopReason.FENCE:
-            return None
+            # It began, so it counts. If somebody else owns the job by now, the token matches nothing.
+            kind, reason, error = "lost", "lease", f"lease lost: worker killed by {how}"
         case StopReason.DRAIN:
             return Released(key, held.id, held.token, True, f"drain: worker killed by {how}", now_ns)
         case StopReason.TIMEOUT:

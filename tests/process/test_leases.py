@@ -304,3 +304,17 @@ def test_away_from_the_database_a_node_fences_itself_before_others_start(
     cut.wait_state("running")
     cut.wait_status(lambda s: s["counters"].get("lost", 0) == 1)
     assert jobs.wait_all(jobs.add_many(10)) == {"COMPLETED": 10}
+
+
+def test_an_attempt_that_was_fenced_counts_although_nobody_else_took_it(
+    proxied, start_daemon, jobs, side, gate
+):
+    only = start_daemon(config() | {"keeper": {"rescue_s": 3600.0}}, database=proxied.url)
+    job = jobs.add({"attempts": [[{"sleep": 60}], [{"return": "second"}]]})
+    start = side.wait_start(job)
+    proxied.proxy.swallow()
+    only.wait_for("worker killed", child=start["pid"], reason="fence")
+    proxied.proxy.forward()
+    row = jobs.wait(job)
+    assert (row["attempt"], row["result"]) == (2, "second")
+    assert [(each["kind"], each["reason"]) for each in jobs.attempts(job)] == [("lost", "lease")]

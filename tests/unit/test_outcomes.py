@@ -115,7 +115,9 @@ def test_a_death_is_what_we_killed_it_for_only_if_it_met_this_entry(link: Link) 
         reason: outcomes.from_exit(link, job, 0, exited(reason, number=0), "", boottime_ns())
         for reason in StopReason
     }
-    assert kinds[StopReason.FENCE] is None
+    fenced = kinds[StopReason.FENCE]
+    assert isinstance(fenced, Failed)
+    assert (fenced.kind, fenced.reason) == ("lost", "lease")
     assert isinstance(kinds[StopReason.DRAIN], Released)
     timeout = kinds[StopReason.TIMEOUT]
     assert isinstance(timeout, Failed)
