@@ -130,6 +130,10 @@ def _request(app: App, command: str, timeout_s: float) -> dict[str, Any]:
 # --- the status for people ------------------------------------------------------------------------
 
 
+# Ends of workers: before their time, and on purpose.
+_WORKERS = {"restarted": "restarts", "recycled": "recycled"}
+
+
 def _print_status(status: dict[str, Any]) -> None:
     from aqd.cli.output import duration, print_table
     from aqd.log import printable
@@ -145,7 +149,9 @@ def _print_status(status: dict[str, Any]) -> None:
     click.echo(printable(" · ".join(facts)))
     click.echo(printable(f"configuration: {status.get('config_path') or 'defaults and environment'}"))
     click.echo(printable(_database_line(status.get("database") or {})))
-    if counters := status.get("counters"):
+    counters = dict(status.get("counters") or {})
+    counters |= {f"workers {name}": status[key] for name, key in _WORKERS.items() if status.get(key)}
+    if counters:
         click.echo("since the start: " + ", ".join(f"{number} {name}" for name, number in counters.items()))
     for problem in status.get("problems", []):
         click.secho(printable(f"problem: {problem}"), fg="red" if sys.stdout.isatty() else None)
