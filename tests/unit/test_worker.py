@@ -378,3 +378,13 @@ def test_progress_is_on_the_page(bench: Bench) -> None:
     ]
     kept[0].progress(50, "too late")
     assert bench.page.note() == seen[-1]
+
+
+def test_a_stop_in_the_middle_of_a_note_does_not_silence_the_later_ones(bench: Bench) -> None:
+    bench.page.write_note(0, 1, "one")
+    bench.page._words[24] += 1  # as left by an exception between the two writings of the sequence
+    assert bench.page.note() is None
+    bench.page.write_note(0, 2, "two")
+    note = bench.page.note()
+    assert note is not None
+    assert (note.message, note.sequence) == ("two", 4)
