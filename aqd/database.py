@@ -74,12 +74,18 @@ def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -
         # Names and payloads are UTF-8 whatever the environment says.
         "client_encoding": "utf8",
     }
-    conn: Connection = psycopg.connect(
-        cfg.url,
-        autocommit=True,
-        prepare_threshold=_PREPARE_AFTER if cfg.prepare else None,
-        **{key: value for key, value in defaults.items() if key not in given},
-    )
+    try:
+        conn: Connection = psycopg.connect(
+            cfg.url,
+            autocommit=True,
+            prepare_threshold=_PREPARE_AFTER if cfg.prepare else None,
+            **{key: value for key, value in defaults.items() if key not in given},
+        )
+    except psycopg.Error as error:
+        # psycopg's frame holds the error, the error's traceback that frame, and the frame the half-open
+        # connection: its socket would stay until the next full garbage collection, which an idle process
+        # never has.
+        raise error.with_traceback(None) from None
     settings = {
         "timezone": "UTC",
         "statement_timeout": f"{round(cfg.statement_timeout_s * 1000)}ms",
