@@ -76,6 +76,10 @@ class Verdict(NamedTuple):
     explained: list[str]
 
 
+# As the plugin registers them.
+ONE_SHOT = frozenset({"chaos_one_shot", "chaos_confined"})
+MAX_CRASHES = 3
+
 MASTER_STOPPED = frozenset({"stop master", "freeze node"})
 # The end of a worker before its outcome was sent, or of the master, who keeps what was sent.
 KILLS = frozenset({"kill worker", "kill worker and dispatcher", "kill master", "kill node", "term"})
@@ -179,7 +183,11 @@ def repeats(
     kind_of = {row.id: jobs[row.number] for row in rows}
     ended = {(each.job, each.attempt): each.kind for each in attempts}
     for job, before, after in _pairs(runs):
-        if before.outcome != "returned" or job not in kind_of or "failed" in own_ends(kind_of[job]):
+        if (
+            before.outcome != "returned"
+            or job not in kind_of
+            or ("failed", "result") in own_ends(kind_of[job])
+        ):
             continue
         assert before.ended_ns is not None
         kind = ended.get((job, before.attempt), "?")
@@ -288,45 +296,80 @@ def left_helpers(helpers: Iterable[Helper], events: Sequence[Event]) -> Verdict:
     leaves some: what had a session of its own."""
     verdict = Verdict([], [])
     for helper in helpers:
-        if helper.gone_ns is not None:
+        if helper.gone_ns is not None or helper.detached:
             continue
         text = f"job {helper.job} left a process ({helper.how}): {helper.pid} on {helper.node}"
-        excused = any(
-            event.kind in MASTER_GONE
-            and event.node == helper.node
-            and event.began_ns > helper.started_ns - SECOND
-            for event in events
-        )
+        excused = _happened(MASTER_GONE, helper, events, helper.started_ns - SECOND)
         (verdict.explained if excused else verdict.wrong).append(text)
     return verdict
+
+
+def ended_helpers(helpers: Iterable[Helper], events: Sequence[Event]) -> list[str]:
+    """Processes that were allowed to stay and were ended all the same, though their node did not end."""
+    return [
+        f"job {helper.job} was allowed to leave {helper.pid} ({helper.how}), and it was ended"
+        for helper in helpers
+        if helper.detached
+        and helper.gone_ns is not None
+        and not _happened(MASTER_GONE | {"term"}, helper, events, helper.started_ns - 60 * SECOND)
+    ]
+
+
+def _happened(kinds: frozenset[str], helper: Helper, events: Iterable[Event], after_ns: int) -> bool:
+    return any(
+        event.kind in kinds and event.node == helper.node and event.ended_ns > after_ns for event in events
+    )
+
+
+def alone(jobs: Mapping[int, Job], rows: Iterable[Row], runs: Iterable[Run]) -> list[str]:
+    """The worker of a one-shot job runs nothing before and nothing after it."""
+    types = {row.id: jobs[row.number].type for row in rows}
+    users: dict[tuple[int, int | None], list[Run]] = defaultdict(list)
+    for run in runs:
+        users[run.pid, run.born].append(run)
+    return [
+        f"job {run.job} wants a process of its own and shared {run.pid} with jobs "
+        f"{sorted({each.job for each in users[run.pid, run.born]} - {run.job})}"
+        for run in runs
+        if types.get(run.job) in ONE_SHOT and run.born and len(users[run.pid, run.born]) > 1
+    ]
+
+
+def budgets(jobs: Mapping[int, Job], rows: Iterable[Row]) -> list[str]:
+    """Poison ends with its crash budget, not with its attempts."""
+    return [
+        f"job {row.id} is {row.state} after {row.crashes} crashes"
+        for row in rows
+        if jobs[row.number].type == "chaos_poison"
+        and (row.crashes > MAX_CRASHES or (row.state == FAILED and row.crashes < MAX_CRASHES))
+    ]
 
 
 # --- oddities -------------------------------------------------------------------------------------
 
 _STEP_ENDS = {
-    "raise": "failed",
-    "discard": "failed",
-    "sys_exit": "failed",
-    "return_object": "failed",
-    "segv": "crashed",
-    "abort": "crashed",
-    "os_exit": "crashed",
-    "eat": "crashed",
-    "escape": "crashed",
+    "raise": ("failed", "exception"),
+    "discard": ("failed", "discard"),
+    "sys_exit": ("failed", "interpreter_exit"),
+    "return_object": ("failed", "result"),
+    "segv": ("crashed", "signal"),
+    "abort": ("crashed", "signal"),
+    "os_exit": ("crashed", "exit"),
+    "eat": ("crashed", "memory_limit"),
 }
 
 
-def own_ends(job: Job) -> frozenset[str]:
-    """Kinds of attempts that the payload itself brings about."""
+def own_ends(job: Job) -> frozenset[tuple[str, str]]:
+    """(kind, reason) of attempts that the payload itself brings about."""
     found = set()
     for step in itertools.chain.from_iterable(job.attempts):
         for name, argument in step.items():
             if name in _STEP_ENDS:
                 found.add(_STEP_ENDS[name])
             if name == "return_big" and argument > 1 << 20:
-                found.add("failed")
+                found.add(("failed", "result"))
     if "timeout_s" in job.options:
-        found.add("timed_out")
+        found.add(("timed_out", "timeout"))
     return frozenset(found)
 
 
@@ -349,7 +392,7 @@ def unexplained(
     odd = []
     for each in attempts:
         job = kind_of.get(each.job)
-        if job is None or each.kind in own_ends(job):
+        if job is None or (each.kind, each.reason) in own_ends(job):
             continue
         if each.kind == "cancelled" and job.cancel_at_s is not None:
             continue

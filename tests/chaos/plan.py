@@ -69,6 +69,7 @@ class Plan:
     drain_s: float
     notify: bool
     clock: bool
+    max_jobs_per_worker: int
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -81,6 +82,7 @@ class Plan:
             [
                 f"seed {self.seed}: {self.duration_s:g} s, {self.nodes} nodes with {self.slots} slots each, "
                 f"lease {self.lease_s:g} s, drain {self.drain_s:g} s"
+                f"{f', {self.max_jobs_per_worker} jobs a worker' if self.max_jobs_per_worker else ''}"
                 f"{'' if self.notify else ', without notifications'}{', with false clocks' if self.clock else ''}",
                 f"  {len(self.jobs)} jobs ({cancels} cancelled): " + _counts(kinds),
                 f"  {len(self.faults)} faults: " + _counts(faults),
@@ -136,10 +138,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Draw]]] = {
         lambda r: _draw("chaos", [{r.choice(["segv", "abort"]): None}], []),
     ),
     "dying once": (2, lambda r: _draw("chaos", [{"os_exit": r.choice([0, 1, 77])}], [])),
-    "poison": (
-        3,
-        lambda r: _draw("chaos_poison", [{r.choice(["segv", "abort"]): None}], allowed=_BAD, max_attempts=8),
-    ),
+    "poison": (3, lambda r: _draw("chaos_poison", [{r.choice(["segv", "abort"]): None}], allowed=_BAD)),
     "hanging": (
         2,
         lambda r: _draw(
@@ -178,8 +177,19 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Draw]]] = {
         1,
         lambda r: _draw("chaos", [{"helper": r.choice(["group", "session", "orphan"])}, {"os_exit": 1}], []),
     ),
+    "detaching": (2, lambda r: _draw("chaos_detach", [{"helper": r.choice(["session", "orphan"])}])),
+    "alone": (3, lambda r: _draw("chaos_one_shot", [{"sleep": round(r.uniform(0, 0.1), 3)}])),
+    "alone and dying": (1, lambda _: _draw("chaos_one_shot", [{"os_exit": 1}], [])),
+    "confined": (2, lambda _: _draw("chaos_confined", [{"be_confined": None}])),
+    "reporting": (3, lambda _: _draw("chaos", [{"progress": 50}, {"sleep": 0.5}, {"progress": 90}])),
+    "heeding": (2, lambda r: _draw("chaos", [{"wait_should_stop": round(r.uniform(0.2, 2), 2)}])),
     "forked": (1, lambda r: _draw("chaos", [{r.choice(["fork", "escape"]): None}])),
-    "printing": (2, lambda r: _draw("chaos", [{"print": r.choice([1, 10])}, {"print_bytes": 40}])),
+    "printing": (
+        2,
+        lambda r: _draw(
+            r.choice(["chaos", "chaos_output"]), [{"print": r.choice([1, 10])}, {"print_bytes": 40}]
+        ),
+    ),
     "printing and failing": (
         1,
         lambda _: _draw(
@@ -295,6 +305,7 @@ def draw(
         drain_s=rng.choice([0.5, 2.0, 5.0]),
         notify=rng.random() < 0.8,
         clock=rng.random() < 0.3,
+        max_jobs_per_worker=rng.choice([0, 0, 5, 30]),
     )
     plan.jobs.extend(_jobs(rng, duration_s, jobs_per_s))
     plan.faults.extend(_faults(rng, plan, fault_every_s))

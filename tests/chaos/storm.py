@@ -11,9 +11,12 @@ import heapq
 import http.client
 import itertools
 import json
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +27,7 @@ from tests.chaos import checks, faults
 from tests.chaos.checks import Attempt, Cancelled, Row
 from tests.chaos.faults import Harm
 from tests.chaos.plan import Fault, Job, Plan
-from tests.chaos.watch import Watcher, boottime_ns
+from tests.chaos.watch import Watcher, boottime_ns, born
 from tests.chaos.world import World
 
 LOOK_S = 0.5
@@ -41,6 +44,10 @@ _ATTEMPTS = """
            (extract(epoch from coalesce(started_at, finished_at)) * 1e9)::bigint as began_ns,
            (extract(epoch from finished_at) * 1e9)::bigint as ended_ns, coalesce(error, '') as error
     from aqd.job_attempts a
+"""
+_OUTPUTS = """
+    select job_id, length(output) from aqd.job_attempts where length(output) > 65536
+    union all select id, length(output) from aqd.job_history where length(output) > 65536
 """
 
 
@@ -80,6 +87,9 @@ class Storm:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._began = 0.0
+        self._over = False  # no more harm
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="api")
+        self._posts: dict[Future[int], tuple[Job, int]] = {}
 
     # --- the round
 
@@ -94,6 +104,7 @@ class Storm:
             self._calm()
             self.world.stop()
             self.watcher.stop()
+            self._pool.shutdown()
         self._after()
         self._judge()
         return self.result
@@ -110,6 +121,7 @@ class Storm:
         while self._now() < self.plan.duration_s:
             while self._heap and self._heap[0][0] <= self._now():
                 heapq.heappop(self._heap)[2]()
+            self._collect()
             self.world.revive()
             time.sleep(0.01)
 
@@ -120,7 +132,7 @@ class Storm:
         heapq.heappush(self._heap, (moment_s, next(self._count), action))
 
     def _calm(self) -> None:
-        """No harm goes on; what was still to come from the plan's jobs comes now."""
+        """No harm goes on."""
         for harm in self.harms:
             harm.end(self.world)
         self.harms.clear()
@@ -128,11 +140,14 @@ class Storm:
 
     def _settle(self) -> None:
         """Everything that was submitted comes to its end."""
+        self._over = True
         self._calm()
-        for _, _, action in sorted(self._heap):
-            if action is not self._look_again:
-                action()
-        self._heap.clear()
+        # What was still to be submitted or cancelled comes now.
+        while self._heap or self._posts:
+            if self._heap:
+                heapq.heappop(self._heap)[2]()
+            self._collect()
+            time.sleep(0.001)
         self._calm()
         began = time.monotonic()
         deadline = began + 2 * self.plan.lease_s + REST_S
@@ -154,13 +169,17 @@ class Storm:
             unquiet = [text for node in self.world.nodes if (text := self.world.quiet(node))]
             with self.watcher.lock:
                 helpers = checks.left_helpers(self.watcher.seen.helpers, self.world.events)
+                ended = checks.ended_helpers(self.watcher.seen.helpers, self.world.events)
             unquiet += helpers.wrong
-        self.result.wrong += unquiet
+        self.result.wrong += unquiet + ended
         self.result.explained["helpers of a killed master"] = helpers.explained
         self._compare_api()
 
     def _after(self) -> None:
-        """All nodes are stopped."""
+        """All nodes are stopped. What was allowed to stay is ended by us."""
+        for helper in self.watcher.seen.helpers:
+            if helper.detached and helper.gone_ns is None and born(helper.pid) == helper.born:
+                os.kill(helper.pid, signal.SIGKILL)
         self.result.wrong += [f"left running: {each}" for each in self.world.left_over()]
         self.result.wrong += self.world.left_in_database()
         self.result.wrong += self.world.wrong
@@ -182,18 +201,34 @@ class Storm:
 
     def _submit(self, job: Job, door: str = "") -> None:
         before_ns = boottime_ns()
-        try:
-            id = self._post(job) if (door or job.door) == "api" else self._enqueue(job)
-        except (psycopg.Error, OSError, http.client.HTTPException):
-            # It may be there or not. As an application would: once more, by the way that is always open.
-            self.unanswered.add(job.number)
-            self.result.figures["submissions without an answer"] += 1
-            self._at(self._now() + 0.5, lambda: self._submit(job, "sql"))
+        if (door or job.door) == "api":  # which may be silent for seconds
+            self._posts[self._pool.submit(self._post, job)] = (job, before_ns)
             return
+        try:
+            self._acknowledged(job, self._enqueue(job), before_ns)
+        except psycopg.Error:
+            self._not_answered(job)
+
+    def _collect(self) -> None:
+        """What the API has answered meanwhile."""
+        for future in [future for future in self._posts if future.done()]:
+            job, before_ns = self._posts.pop(future)
+            try:
+                self._acknowledged(job, future.result(), before_ns)
+            except (OSError, http.client.HTTPException):
+                self._not_answered(job)
+
+    def _acknowledged(self, job: Job, id: int, before_ns: int) -> None:
         self.acknowledged[id] = job.number
         self.id_of[job.number] = id
         if delay_s := job.options.get("delay_s"):
             self.due_ns[id] = before_ns + int(delay_s * 1e9)
+
+    def _not_answered(self, job: Job) -> None:
+        """It may be there or not. As an application would: once more, by the way that is always open."""
+        self.unanswered.add(job.number)
+        self.result.figures["submissions without an answer"] += 1
+        self._at(self._now() + 0.5, lambda: self._submit(job, "sql"))
 
     def _enqueue(self, job: Job) -> int:
         named = "".join(f", {name} => %({name})s" for name in job.options)
@@ -239,6 +274,8 @@ class Storm:
     # --- the harm
 
     def _harm(self, fault: Fault) -> None:
+        if self._over:
+            return
         harm = faults.begin(self.world, fault)
         if harm is None:
             self.result.idle_faults[fault.kind] += 1
@@ -260,7 +297,8 @@ class Storm:
 
     def _look_again(self) -> None:
         self._look()
-        self._at(self._now() + LOOK_S, self._look_again)
+        if not self._over:
+            self._at(self._now() + LOOK_S, self._look_again)
 
     def _look(self) -> list[Row] | None:
         """Final states do not change; None while the database is away."""
@@ -306,7 +344,10 @@ class Storm:
         result.wrong += checks.cancelled(self.answers, rows, runs)
         result.wrong += checks.early(self.due_ns, runs)
         result.wrong += checks.eaten(jobs, rows, runs)
+        result.wrong += checks.alone(jobs, rows, runs)
+        result.wrong += checks.budgets(jobs, rows)
         result.wrong += checks.records(rows, open_records)
+        result.wrong += [f"too much output kept: {row}" for row in self.conn.execute(_OUTPUTS)]
         for name, verdict in (
             ("overlaps after a freeze", checks.overlaps(runs, attempts, events)),
             ("repeats after a kill", checks.repeats(jobs, rows, runs, attempts, events)),

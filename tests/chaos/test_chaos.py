@@ -7,6 +7,7 @@ find the violation that was planted, and nothing in the same evidence without it
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ def test_a_plan_stays_within_its_round() -> None:
 
 
 def test_own_ends_follow_from_the_payload() -> None:
-    assert checks.own_ends(job(attempts=[[{"raise": "x"}], []])) == {"failed"}
-    assert checks.own_ends(job(attempts=[[{"segv": None}]], timeout_s=1)) == {"crashed", "timed_out"}
+    assert checks.own_ends(job(attempts=[[{"raise": "x"}], []])) == {("failed", "exception")}
+    assert checks.own_ends(job(attempts=[[{"segv": None}]], timeout_s=1)) == {
+        ("crashed", "signal"),
+        ("timed_out", "timeout"),
+    }
     assert checks.own_ends(job(attempts=[[{"return_big": 900_000}]])) == frozenset()
 
 
@@ -242,13 +246,42 @@ def test_helpers_may_only_outlive_a_master_that_was_killed() -> None:
     assert checks.left_helpers([helper], []) == ([], [])
 
 
+def test_what_may_stay_is_left_alone() -> None:
+    helper = Helper(1, 1, "n0", 100, 200, "session", 100 * S, 77, detached=True)
+    assert checks.left_helpers([helper], []) == ([], [])
+    assert checks.ended_helpers([helper], []) == []
+    helper.gone_ns = 101 * S
+    assert checks.ended_helpers([helper], [])
+    assert checks.ended_helpers([helper], [event("term", 100, 101)]) == []
+
+
+def test_a_one_shot_job_in_a_used_process_is_found() -> None:
+    jobs = {0: job(), 1: replace(job(1), type="chaos_one_shot")}
+    rows = [row(), row(2, number=1)]
+    runs = [run(1, 2, born=7), run(3, 4, born=7)]
+    assert checks.alone(jobs, rows, runs) == []
+    runs[1].job = 2
+    assert "shared 100 with jobs [1]" in checks.alone(jobs, rows, runs)[0]
+    runs[1].born = 8  # another process with the same number
+    assert checks.alone(jobs, rows, runs) == []
+
+
+def test_poison_beyond_its_budget_is_found() -> None:
+    jobs = {0: replace(job(allowed="FAILED"), type="chaos_poison")}
+    assert checks.budgets(jobs, [row(state="FAILED", attempt=3, crashes=3)]) == []
+    assert checks.budgets(jobs, [row(state="FAILED", attempt=4, crashes=4)])
+    assert checks.budgets(jobs, [row(state="FAILED", attempt=2, crashes=2)])
+
+
 def test_an_end_without_a_cause_is_odd() -> None:
     jobs, rows = {0: job(), 1: job(1, attempts=[[{"segv": None}], []])}, [row(), row(2, number=1)]
     crashed = [attempt("crashed")]
     assert checks.unexplained(jobs, rows, crashed, [])
     assert checks.unexplained(jobs, rows, crashed, [event("kill worker", 1.5, 1.5)]) == []
     assert checks.unexplained(jobs, rows, crashed, [event("kill worker", 50, 50)])
-    assert checks.unexplained(jobs, rows, [crashed[0]._replace(job=2)], []) == []
+    own = crashed[0]._replace(job=2, reason="signal")
+    assert checks.unexplained(jobs, rows, [own], []) == []
+    assert checks.unexplained(jobs, rows, [own._replace(reason="exit")], [])
     assert checks.unexplained(jobs, rows, [attempt("lost")], [event("silence", 1, 2, None)]) == []
 
 
@@ -256,7 +289,9 @@ def test_the_side_file_is_read_into_runs_and_helpers() -> None:
     seen = Seen()
     line = {"job": "1", "attempt": 1, "pid": 1, "node": "n0"}
     seen.take({**line, "event": "start", "at_ns": S, "held_by": 5}, S)
-    seen.take({**line, "event": "spawned", "at_ns": S, "child": 2**22 + 1, "how": "group"}, 2 * S)
+    seen.take(
+        {**line, "event": "spawned", "at_ns": S, "child": 2**22 + 1, "how": "group", "type": "chaos"}, 2 * S
+    )
     seen.look(2 * S)
     assert (seen.runs[0].held_by, seen.runs[0].alive_ns, seen.runs[0].ended_ns) == (5, 2 * S, None)
     assert seen.helpers[0].gone_ns == 2 * S  # there is no such process

@@ -73,6 +73,7 @@ class Helper:
     how: str
     started_ns: int
     born: int | None
+    detached: bool = False  # the handler's options allow it to stay
     gone_ns: int | None = None
 
 
@@ -102,6 +103,7 @@ class Seen:
             child = line["child"]
             started = born(child)
             helper = Helper(job, attempt, line["node"], pid, child, line["how"], line["at_ns"], started)
+            helper.detached = line["type"] == "chaos_detach"
             if started is None:
                 helper.gone_ns = now_ns
             self.helpers.append(helper)

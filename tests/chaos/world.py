@@ -160,6 +160,7 @@ class World:
                 "lease_s": plan.lease_s,
                 "renew_s": plan.lease_s / 6,
                 "drain_s": plan.drain_s,
+                "max_jobs_per_worker": plan.max_jobs_per_worker,
             },
             "jobs": {
                 "timeout_s": 60.0,

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -38,8 +39,12 @@ def aqd_register(handlers: Handlers) -> None:
     _settings.update(handlers.settings("chaos"))
     handlers.add("chaos", chaos, backoff=QUICK)
     handlers.add("chaos_async", chaos_async, backoff=QUICK)
-    handlers.add("chaos_poison", chaos, backoff=QUICK)
-    handlers.add("chaos_memory", chaos, backoff=QUICK)
+    handlers.add("chaos_poison", chaos, backoff=QUICK, max_crashes=3)
+    handlers.add("chaos_memory", chaos, backoff=QUICK, memory_limit_mb=100)
+    handlers.add("chaos_output", chaos, backoff=QUICK, keep_output=True)
+    handlers.add("chaos_detach", chaos, backoff=QUICK, detach=True)
+    handlers.add("chaos_one_shot", chaos, backoff=QUICK, one_shot=True)
+    handlers.add("chaos_confined", chaos, backoff=QUICK, nice=5, hard_rlimits={"NOFILE": 200})
 
 
 def write(event: str, **fields: Any) -> None:
@@ -129,6 +134,10 @@ class Steps:
         self.job = job
         self.result: Any = {"attempt": job.attempt}
 
+    def _spawned(self, pid: int, how: str) -> None:
+        job = self.job
+        write("spawned", job=job.id, attempt=job.attempt, type=job.type, child=pid, how=how)
+
     def do_sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
@@ -176,6 +185,21 @@ class Steps:
         time.sleep(60)
         del eaten
 
+    def do_progress(self, percent: float) -> None:
+        self.job.progress(percent, f"{percent:g} of a hundred")
+
+    def do_wait_should_stop(self, seconds: float) -> None:
+        """Ends early when asked to."""
+        deadline = time.monotonic() + seconds
+        while not self.job.should_stop and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def do_be_confined(self, _argument: Any) -> None:
+        """What the handler's options ask for holds."""
+        found = os.getpriority(os.PRIO_PROCESS, 0), resource.getrlimit(resource.RLIMIT_NOFILE)
+        if found != (5, (200, 200)):
+            raise RuntimeError(f"not confined: {found}")
+
     def do_return_big(self, size: int) -> None:
         self.result = "x" * size
 
@@ -203,7 +227,7 @@ class Steps:
             child = subprocess.Popen(command, start_new_session=how == "session", **quiet)
             _kept.append(child)
             pid = child.pid
-        write("spawned", job=self.job.id, attempt=self.job.attempt, child=pid, how=how)
+        self._spawned(pid, how)
 
     def do_fork(self, _argument: Any) -> None:
         """A fork without exec that outlives the handler."""
@@ -212,7 +236,7 @@ class Steps:
             with contextlib.suppress(BaseException):
                 time.sleep(3600)
             os._exit(0)
-        write("spawned", job=self.job.id, attempt=self.job.attempt, child=pid, how="fork")
+        self._spawned(pid, "fork")
 
     def do_escape(self, _argument: Any) -> None:
         """A fork whose child returns from the handler like its parent."""
@@ -220,4 +244,4 @@ class Steps:
         if pid == 0:
             time.sleep(0.05)
         else:
-            write("spawned", job=self.job.id, attempt=self.job.attempt, child=pid, how="escape")
+            self._spawned(pid, "escape")
