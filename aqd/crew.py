@@ -86,7 +86,7 @@ class Seat:
 
 class Crew:
     """All seats, living and unsettled. ``loader`` and ``dispatcher`` are set by the master as they come
-    and go; None while there is none. ``worker_died(pid, incarnation)`` is called for each death."""
+    and go; None while there is none. ``worker_died(pid, incarnation, orderly)`` is called for each death."""
 
     def __init__(self, plan: slots.Slots) -> None:
         self.plan = plan
@@ -97,7 +97,8 @@ class Crew:
         self.start_limit_s = IDLE_LIMIT_S  # until a worker is in its loop: late plugins and hooks run before
         self.recycle_memory_kb = 0  # 0: never for that
         self.restarts: dict[str, int] = {}
-        self.worker_died: Callable[[int, int], None] = lambda _pid, _incarnation: None
+        self.worker_died: Callable[[int, int, bool], None] = lambda _pid, _incarnation, _orderly: None
+        self.detaching = False  # some handler may leave processes behind
         self._unmatched: dict[int, tuple[ExitStatus, Usage, float]] = {}
         self._oom = memory.OomWatch()
         self._next_output_look = self._next_slow_look = 0.0
@@ -121,7 +122,7 @@ class Crew:
                     self.close_channel(incarnation)
                 case slots.Kill(incarnation, pid):
                     log.warning("worker did not end, killing it", slot=self._slot(incarnation), child=pid)
-                    strays.kill_group(pid)
+                    self._kill_group(pid)
                 case slots.Missing(incarnation):
                     self._missing(incarnation)
                 case slots.GiveUp(failures):
@@ -220,7 +221,7 @@ class Crew:
     def before_reaping(self, pid: int) -> None:
         """The zombie's group dies with it: what a job left running in the worker's own group."""
         if any((s.pid or s.page.pid) == pid for s in self.seats.values()):
-            strays.kill_group(pid)
+            self._kill_group(pid)
 
     def _exited(self, seat: Seat, status: ExitStatus, usage: Usage) -> None:
         reason, number = seat.killed or (StopReason.NONE, -1)
@@ -236,11 +237,11 @@ class Crew:
             usage.cpu_us,
             usage.peak_kb,
         )
-        if seat.pid is not None:
-            self.worker_died(seat.pid, seat.incarnation)
         worker = self.plan.worker(seat.incarnation)
         expected = worker is not None and worker.state in (slots.State.LEAVING, slots.State.CLOSING)
         current = seat.page.current()
+        if seat.pid is not None:
+            self.worker_died(seat.pid, seat.incarnation, expected and status.ok and current < 0)
         if not (expected and status.ok):
             job = str(seat.page.entry(current).job_id) if current >= 0 else None
             why = reason.name.lower() if reason else "oom" if oom else str(status)
@@ -375,7 +376,7 @@ class Crew:
 
     def _kill(self, seat: Seat, number: int, reason: StopReason, detail: str = "") -> None:
         assert seat.pid is not None
-        if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=strays.kill_group):
+        if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=self._kill_group):
             seat.killed, seat.detail = (reason, number), detail
             job = str(seat.page.entry(number).job_id)
             more = {"detail": detail} if detail else {}
@@ -477,7 +478,7 @@ class Crew:
             if while_stopped(
                 seat.pid,
                 lambda: seat.page.current() < 0 and seat.page.turns == seen,
-                kill=strays.kill_group,
+                kill=self._kill_group,
             ):
                 log.warning("idle worker does not move, killing it", slot=seat.slot, child=seat.pid)
 
@@ -505,7 +506,10 @@ class Crew:
         """The last act of a master that cannot wait any longer."""
         for seat in self.seats.values():
             if seat.pid is not None and seat.exited is None:
-                strays.kill_group(seat.pid)
+                self._kill_group(seat.pid)
+
+    def _kill_group(self, pid: int) -> None:
+        strays.kill_group(pid, sparing=self.detaching)
 
     def pids(self) -> set[int]:
         """Of all workers that are not known to have ended, also where only the page names them yet."""

@@ -83,7 +83,9 @@ class Master:
             ApiChild(env | ({"AQD_CONFIG": config_path} if config_path else {}), cfg) if with_api else None
         )
         self.hunt = strays.Hunt(self.node_id, self._known_children, lambda: self.generations.sessions)
-        self.crew.worker_died = lambda pid, incarnation: self.hunt.worker_died(pid, incarnation, boottime())
+        self.crew.worker_died = lambda pid, incarnation, orderly: self.hunt.worker_died(
+            pid, incarnation, boottime(), orderly=orderly
+        )
         self.control = control.Server(config.control_socket(cfg), self.selector, self._on_command)
         self.selector.register(signals, selectors.EVENT_READ, lambda: None)
         self.draining_until: float | None = None
@@ -253,6 +255,7 @@ class Master:
         self.plan.failures_max = UNPROVED_FAILURES_MAX if unproved else self.config.daemon.spawn_failures_max
         self.plan.generation_changed()
         self.crew.loader, self.crew.gave_up = loader.peer, False
+        self.crew.detaching |= any(handler.detach for handler in loader.handlers)
         imports_s = self.config.plugins.import_timeout_s * (1 + len(loader.late))
         self.crew.start_limit_s = imports_s + LOADER_MARGIN_S
         process.allow_descriptors(DESCRIPTORS + DESCRIPTORS_PER_SLOT * self.plan.count)

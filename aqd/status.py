@@ -100,5 +100,5 @@ def _slot(master: "Master", slot: Slot, now: float) -> dict[str, Any]:
     if worker.state in (State.LEAVING, State.CLOSING):
         view["state"] = "leaving"
     elif worker.state is State.SERVING:
-        view["state"] = "busy" if number >= 0 else "idle"
+        view["state"] = "busy" if number >= 0 else "idle" if page.turns else "starting"
     return view

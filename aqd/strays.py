@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from aqd.log import get_logger
+from aqd.process import boottime
 
 log = get_logger("master")
 
@@ -41,6 +42,8 @@ QUIET_S, GIVE_UP_S = 3.0, 30.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.01, 0.5
 # Without a death the adopted children are looked at so often: one may have been let go later.
 _LOOK_S = 1.0
+# Of the master's time when worker after worker dies.
+_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,16 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_group(leader: int) -> None:
-    """The worker, and then its group: as a whole, which no fork escapes, or one by one if some may stay."""
+def kill_group(leader: int, *, sparing: bool = True) -> None:
+    """The worker, and then its group: as a whole, which no fork escapes, or one by one if some may stay.
+
+    Without ``sparing`` nobody may, and the process table (5 ms for 300 processes) need not be read.
+    """
     kill(leader)
+    if not sparing:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+        return
     members = [process.pid for process in table() if process.group == leader and process.pid != leader]
     spared = {pid for pid in members if detached(environment(pid))}
     if not spared:
@@ -147,20 +157,25 @@ class Hunt:
         # Whoever started us by exec may have had children before: a shell script's are not ours to kill.
         self._before = frozenset(_children(self._master))
         self._prey: list[_Prey] = []
-        self._next_look = 0.0
+        self._next_look = self._not_before = 0.0
         self.killed = 0
 
-    def worker_died(self, pid: int, incarnation: int, now: float) -> None:
+    def worker_died(self, pid: int, incarnation: int, now: float, *, orderly: bool = False) -> None:
+        """``orderly``: it has ended what its jobs had left itself; one look is enough if it finds nothing."""
         mark = f"{MARKER}={self._node_id}.{incarnation}".encode()
-        self._prey.append(_Prey(pid, mark, now, now, now))
+        self._prey.append(_Prey(pid, mark, now, now - QUIET_S if orderly else now, now))
 
     def turn(self, now: float) -> float | None:
         """Kill what is found if it is time to look; when to look again, None if the tick is soon enough."""
-        due = [prey for prey in self._prey if now >= prey.next_at]
-        if due or (self._adopted and now >= self._next_look):
-            self._next_look = now + _LOOK_S
-            self._search(due, now)
-        return min((prey.next_at for prey in self._prey), default=None)
+        if now >= self._not_before:
+            due = [prey for prey in self._prey if now >= prey.next_at]
+            if due or (self._adopted and now >= self._next_look):
+                self._next_look = now + _LOOK_S
+                began = boottime()
+                self._search(due, now)
+                self._not_before = now + (boottime() - began) * (1 / _SHARE - 1)
+        soonest = min((prey.next_at for prey in self._prey), default=None)
+        return None if soonest is None else max(soonest, self._not_before)
 
     def _search(self, due: list[_Prey], now: float) -> None:
         candidates = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aqd import strays
-from aqd.process import become_subreaper
+from aqd.process import become_subreaper, boottime
 from aqd.strays import QUIET_S, Hunt
 from tests.fixtures import processes
 from tests.fixtures.processes import wait_until
@@ -192,6 +192,26 @@ def test_the_hunt_ends(started):
     it.worker_died(999_999, 7, 0.0)
     assert QUIET_S <= run(it, until=100.0) < QUIET_S + 2
     assert it.turn(200.0) is None
+
+
+def test_after_an_orderly_end_one_look_is_enough_unless_it_finds_something(started):
+    it = hunt()
+    it.worker_died(999_999, 7, 0.0, orderly=True)
+    assert it.turn(0.0) is None
+    ours = helper(started, env={strays.MARKER: f"{NODE}.8"}, own_session=True)
+    it.worker_died(999_999, 8, 10.0, orderly=True)
+    assert run(it, 10.0, until=100.0) >= 10.0 + QUIET_S
+    wait_until(lambda: gone(ours))
+
+
+def test_many_deaths_do_not_take_all_the_time(started):
+    it = hunt()
+    now = boottime()
+    for incarnation in range(50):
+        it.worker_died(999_999, incarnation, now)
+        if incarnation == 0:
+            it.turn(now)
+    assert it.turn(now) > now  # due, and yet not now
 
 
 def test_a_group_is_killed_whole(started):
