@@ -29,6 +29,7 @@ from tests.chaos.faults import Harm
 from tests.chaos.plan import Fault, Job, Plan
 from tests.chaos.watch import Watcher, boottime_ns, born
 from tests.chaos.world import World
+from tests.fixtures.processes import wait_until
 
 LOOK_S = 0.5
 REST_S = 60.0
@@ -166,7 +167,8 @@ class Storm:
         while unquiet and time.monotonic() < deadline:
             self.world.revive()
             time.sleep(0.2)
-            unquiet = [text for node in self.world.nodes if (text := self.world.quiet(node))]
+            looks = (self.world.quiet, self.world.miscounted)
+            unquiet = [text for node in self.world.nodes for look in looks if (text := look(node))]
             with self.watcher.lock:
                 helpers = checks.left_helpers(self.watcher.seen.helpers, self.world.events)
                 ended = checks.ended_helpers(self.watcher.seen.helpers, self.world.events)
@@ -310,17 +312,23 @@ class Storm:
         return None
 
     def _compare_api(self) -> None:
-        """The API says of every job what the database says."""
+        """The API, once it is up again, says of every job what the database says."""
+        try:
+            wait_until(lambda: self._answered("/health") is not None, REST_S, "the API answers")
+        except TimeoutError as error:
+            self.result.wrong.append(f"at rest: {error}")
+            return
         for id in list(self.acknowledged)[:: max(1, len(self.acknowledged) // 20)]:
             row = self.conn.execute("select state from aqd.all_jobs where id = %s", [id]).fetchone()
-            try:
-                status, answer = self._http("GET", f"/jobs/{id}")
-            except (OSError, http.client.HTTPException) as error:
-                self.result.wrong.append(f"the API does not answer at rest: {error!r}")
-                return
+            status, answer = self._answered(f"/jobs/{id}") or (0, {})
             if row is not None and (status, answer.get("status")) != (200, row["state"]):
                 said = f"{status} {answer.get('status') or answer}"
                 self.result.wrong.append(f"the API says {said} of job {id}, which is {row['state']}")
+
+    def _answered(self, path: str) -> tuple[int, Any] | None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self._http("GET", path)
+        return None
 
     def _judge(self) -> None:
         result, events = self.result, self.world.events

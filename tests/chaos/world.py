@@ -33,6 +33,12 @@ from tests.fixtures.proxy import Proxy
 
 PLUGIN = Path(__file__).parent / "plugins" / "chaos.py"
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+# Completed jobs, and attempts that ended otherwise, as one node has written them.
+_COUNTED = ("failed", "discarded", "crashed", "timed_out", "cancelled")
+_COUNTS = """
+    select (select count(*) from aqd.job_history where node_id = %(node)s and state = 'COMPLETED'),
+           (select count(*) from aqd.job_attempts where node_id = %(node)s and kind = any(%(kinds)s))
+"""
 _LEFT = {
     "session left": "select pid, application_name, state, query from pg_stat_activity"
     " where datname = current_database() and application_name like 'aqd%'",
@@ -142,6 +148,7 @@ class World:
         self.events: list[Event] = []
         self.wrong: list[str] = []
         self.baseline: dict[str, dict[str, int]] = {}
+        self.first_dispatcher: dict[str, list[int]] = {}
         self.sessions: list[int] = []
         self.nodes = [self._node(number) for number in range(plan.nodes)]
 
@@ -193,7 +200,6 @@ class World:
             "FAKETIME_TIMESTAMP_FILE": str(file),
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DISABLE_SHM": "1",
             "PYTHONPATH": f"{ROOT}:{Path(__file__).parent / 'clock'}",
         }
 
@@ -208,6 +214,7 @@ class World:
         for node in self.nodes:
             processes.wait_until(lambda node=node: self._steady(node), 30.0, f"{node.name} at rest")
             self.baseline[node.name] = self.descriptors(node)
+            self.first_dispatcher[node.name] = node.of_role("dispatcher")
 
     def _start(self, node: Node) -> None:
         node.start(wait=False)
@@ -319,6 +326,21 @@ class World:
             return f"{node.name} has zombies: {', '.join(map(str, zombies))}"
         return ""
 
+    def miscounted(self, node: Node) -> str:
+        """Empty unless the dispatcher has lived through all of the round and its counters are not the rows."""
+        status = node.answer()
+        if (
+            status is None
+            or node.starts > 1
+            or node.of_role("dispatcher") != self.first_dispatcher[node.name]
+        ):
+            return ""
+        counters = status["counters"]
+        said = (counters.get("completed", 0), sum(counters.get(kind, 0) for kind in _COUNTED))
+        with self.connect() as conn:
+            rows = conn.execute(_COUNTS, {"node": status["node"], "kinds": list(_COUNTED)}).fetchone()
+        return "" if said == rows else f"{node.name} counts {said} and has written {rows}: {counters}"
+
     # --- the end
 
     def stop(self) -> None:
@@ -368,6 +390,9 @@ class World:
                 node.kill_everything()
         processes.kill_all(self.left_over())
         processes.reap_adopted(self.sessions)
+        for pid in self.sessions if self.clock_files else []:
+            for file in (f"faketime_shm_{pid}", f"sem.faketime_sem_{pid}"):
+                (Path("/dev/shm") / file).unlink(missing_ok=True)
         for node in self.nodes:
             node.close()
             node.way.close()

@@ -25,7 +25,7 @@ TOP = {
 }
 TOP |= {"systemd"}
 LONGEST = 600
-SCRIPTS = ("packaging/demo", "packaging/test", "packaging/environment.sh", ".ci/run")
+SCRIPTS = ("packaging/demo", "packaging/test", "packaging/environment.sh", "tests/chaos/run", ".ci/run")
 
 
 def files() -> list[str]:
