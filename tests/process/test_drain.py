@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from aqd.errors import Exit
+from aqd.master import FINAL_S
 from tests.fixtures import processes
 from tests.fixtures.processes import wait_until
+from tests.process.support import boottime_ns, is_gone
 
 SHORT = {"daemon": {"drain_s": 0.4, "kill_grace_s": 0.5}}
 
@@ -372,3 +374,20 @@ def test_a_notify_socket_that_leads_nowhere_is_no_fault(tmp_path, address):
         check=False,
     )
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_database_that_answers_nothing_is_not_waited_for(proxied, start_daemon, jobs, side):
+    """The drain and the grace are the jobs' time; what cannot be recorded then is left to the leases."""
+    daemon = start_daemon(SHORT, database=proxied.url)
+    job = jobs.add([{"sleep": 60}])
+    pid = side.wait_start(job)["pid"]
+    proxied.proxy.swallow()
+    daemon.expected_exit = None  # it could not tidy up
+    terminate(daemon)
+    daemon.wait_exit(30)
+    began, ended = daemon.find("drain begins")[0], daemon.find("daemon ended")[0]
+    assert is_gone(pid)
+    assert boottime_ns(ended) - boottime_ns(began) < (0.4 + 0.5 + FINAL_S * 0.6) * 1e9
+    assert daemon.find("drain did not end, leaving the rest to the leases")
+    print(f"left after {(boottime_ns(ended) - boottime_ns(began)) / 1e9:.2f} s")
+    proxied.proxy.reset_all()
