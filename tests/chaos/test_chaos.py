@@ -6,6 +6,11 @@ find the violation that was planted, and nothing in the same evidence without it
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +22,8 @@ from tests.chaos import checks, plan
 from tests.chaos.checks import Attempt, Cancelled, Event, Row
 from tests.chaos.plan import Job
 from tests.chaos.storm import Storm
-from tests.chaos.watch import Helper, Run, Seen
-from tests.chaos.world import World
+from tests.chaos.watch import Helper, Run, Seen, born
+from tests.chaos.world import PLUGIN, World
 from tests.fixtures.postgres import LocalPostgres
 
 S = 1_000_000_000
@@ -283,6 +288,38 @@ def test_an_end_without_a_cause_is_odd() -> None:
     assert checks.unexplained(jobs, rows, [own], []) == []
     assert checks.unexplained(jobs, rows, [own._replace(reason="exit")], [])
     assert checks.unexplained(jobs, rows, [attempt("lost")], [event("silence", 1, 2, None)]) == []
+
+
+def test_a_jobs_lock_names_its_holder_and_goes_with_it(tmp_path: Path) -> None:
+    """What ``held_by`` rests on: helpers do not hold the lock, and it does not outlive its process."""
+    spec = importlib.util.spec_from_file_location("chaos_plugin", PLUGIN)
+    assert spec is not None
+    assert spec.loader is not None
+    plugin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+    plugin._settings["locks"] = str(tmp_path)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "1")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    helper = int(holder.stdout.readline())
+    assert plugin.take_lock("1")[1] == holder.pid
+    holder.kill()
+    holder.wait()
+    assert born(helper) is not None
+    assert plugin.take_lock("1")[1] == 0
+    os.kill(helper, signal.SIGKILL)
+
+
+HOLDER = """
+import fcntl, os, sys, time
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+helper = os.fork()
+if helper:
+    print(helper, flush=True)
+time.sleep(60)
+"""
 
 
 def test_the_side_file_is_read_into_runs_and_helpers() -> None:
