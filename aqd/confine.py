@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from aqd import process
+from aqd.failures import Explained
 from aqd.hookspecs import UNLIMITED, Confinement
 
 # How much more a worker is the kernel's choice than the master when memory runs out.
@@ -45,7 +46,7 @@ _CAPABILITY_VERSION_3: Final = 0x20080522
 assert UNLIMITED == resource.RLIM_INFINITY
 
 
-class ConfinementRefused(Exception):
+class ConfinementRefused(Explained):
     """The kernel refused an option of the handler; the message says which, and why."""
 
 

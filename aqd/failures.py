@@ -13,7 +13,7 @@ import linecache
 import reprlib
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Final
 
 from aqd.errors import Discard, Retry
@@ -34,6 +34,10 @@ _CAUSE: Final = "\nThe above exception was the direct cause of the following exc
 _CONTEXT: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 
+class Explained(Exception):
+    """An error of aqd's own about a job: its message is the whole explanation, its class says nothing more."""
+
+
 def describe(error: BaseException | None, hide: str = "") -> tuple[str, str]:
     """An exception as (one bounded text, bounded traceback). ``hide``: the file that called the handler, whose
     frames, and those before them, are of no interest."""
@@ -42,7 +46,8 @@ def describe(error: BaseException | None, hide: str = "") -> tuple[str, str]:
     writer = _Writer(hide)
     try:
         message = writer.message(error)
-        text = message if issubclass(type(error), Retry | Discard) else _named(error, message)
+        plain = issubclass(type(error), Retry | Discard | Explained)
+        text = message if plain else _named(error, message)
     except BaseException as broken:
         text = _unmade("text", broken)
     try:
@@ -155,7 +160,7 @@ class _Writer:
 
     def _one(self, error: BaseException, depth: int) -> Iterator[str]:
         frames = _interesting(error.__traceback__, self._hide)
-        if frames is not None:
+        if frames:
             yield "Traceback (most recent call last):\n"
             yield from _frames(frames)
         name = type(error).__qualname__
@@ -190,18 +195,17 @@ def _notes(error: BaseException) -> Iterator[str]:
         yield _cut(str.__str__(note) if isinstance(note, str) else _repr(note), _MAX_NOTE)
 
 
-def _interesting(trace: TracebackType | None, hide: str) -> TracebackType | None:
-    """The traceback from the handler's first frame on: behind the last one of ``hide``."""
-    at, found = trace, trace
-    while at is not None:
-        if at.tb_frame.f_code.co_filename == hide:
-            found = at.tb_next
-        at = at.tb_next
-    return found
+def _interesting(trace: TracebackType | None, hide: str) -> list[tuple[FrameType, int]]:
+    """The handler's own frames: behind the last one of ``hide`` that called it, before those that raised in it."""
+    frames = list(traceback.walk_tb(trace))
+    hidden = [frame.f_code.co_filename == hide for frame, _ in frames]
+    while hidden and hidden[-1]:
+        hidden.pop()
+    first = len(hidden) - hidden[::-1].index(True) if True in hidden else 0
+    return frames[first : len(hidden)]
 
 
-def _frames(trace: TracebackType) -> Iterator[str]:
-    entries = list(traceback.walk_tb(trace))
+def _frames(entries: list[tuple[FrameType, int]]) -> Iterator[str]:
     half = _MAX_FRAMES // 2
     for number, (frame, line) in enumerate(entries):
         if len(entries) > _MAX_FRAMES and half <= number < len(entries) - half:

@@ -364,7 +364,9 @@ def _human(state: _State, level: str, name: str, event: str, values: dict[str, A
     who = name if name == state.process else f"{state.process}/{name}"
     line = f"{now} {word} {who}  {printable(event)}"
     if values:
-        line += "  " + " ".join(f"{printable(key)}={_human_value(value)}" for key, value in values.items())
+        line += "  " + " ".join(
+            f"{printable(key)}={_human_value(value)}" for key, value in values.items() if value is not None
+        )
     prefix = _PRIORITIES[level] if state.journal else ""
     return f"{prefix}{line}\n".encode()
 

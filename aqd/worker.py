@@ -36,7 +36,7 @@ from setproctitle import setproctitle
 from aqd import channel, confine, log, messages, output, plugins, process
 from aqd.config import Config
 from aqd.errors import Discard, Exit, InputError, JobCancelled, JobInterrupted, JobTimeout, Retry, StopJob
-from aqd.failures import describe
+from aqd.failures import Explained, describe
 from aqd.helpers import Helpers
 from aqd.hookspecs import HandlerInfo, JobContext
 from aqd.job import encode_json
@@ -58,11 +58,11 @@ _getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _OURS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_SIGNAL))
 
 
-class _ResultRefused(ValueError):
+class _ResultRefused(Explained):
     """What the handler returned cannot be stored."""
 
 
-class _HandlerMissing(LookupError):
+class _HandlerMissing(Explained):
     """The plugin of this type could not be imported in this worker."""
 
 
@@ -450,9 +450,10 @@ class Worker:
         try:
             with asyncio.Runner() as runner:
                 return runner.run(self._coroutine(loaded.function(*arguments)))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if self._softened == self.page.current():
-                raise _stop_exception(self.page.stop_reason) from None
+                stop = _stop_exception(self.page.stop_reason)
+                raise stop.with_traceback(cancelled.__traceback__) from None
             raise
         finally:
             self._task = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aqd import Retry
-from aqd.failures import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS, describe, printable
+from aqd.failures import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS, Explained, describe, printable
 
 
 def test_it_reads_as_python_writes_it() -> None:
@@ -174,3 +174,32 @@ def test_printable_keeps_both_ends() -> None:
     assert text.startswith("begin")
     assert text.endswith("end")
     assert len(text) <= 1000
+
+
+def test_what_is_raised_from_outside_shows_where_the_handler_was() -> None:
+    """The soft stop's own frame, in the file of the caller, is not the handler's, and hides nothing."""
+    here: dict[str, Any] = {}
+    source = (
+        "def call(handler):\n    return handler()\n\n\ndef on_stop():\n    raise RuntimeError('it is time')\n"
+    )
+    exec(compile(source, "caller.py", "exec"), here)
+
+    def handler() -> None:
+        here["on_stop"]()
+
+    with pytest.raises(RuntimeError) as caught:
+        here["call"](handler)
+    trace = describe(caught.value, "caller.py")[1]
+    assert "in test_what_is_raised" in trace
+    assert 'here["on_stop"]()' in trace
+    assert "in call" not in trace
+    assert "in on_stop" not in trace
+
+
+def test_an_error_of_our_own_does_not_name_its_class() -> None:
+    class Refused(Explained):
+        pass
+
+    text, trace = describe(Refused("it cannot be stored"))
+    assert text == "it cannot be stored"
+    assert "it cannot be stored" in trace

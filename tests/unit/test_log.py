@@ -85,7 +85,9 @@ def test_human_on_a_terminal(monkeypatch) -> None:
     master, slave = pty.openpty()
     try:
         log.configure("info", "auto", process="master", fd=slave, stdlib=False)
-        log.get_logger("master").info("worker exited", slot=0, pid=12, signal="SIGKILL", why="it was told to")
+        log.get_logger("master").info(
+            "worker exited", slot=0, pid=12, signal="SIGKILL", why="it was told to", job_id=None
+        )
         log.get_logger("keeper").error("x")
         text = os.read(master, 4096).decode()
         while text.count("\n") < 2:
