@@ -167,17 +167,22 @@ def in_transaction(conn: Connection) -> bool:
     )
 
 
-def is_disconnect(error: BaseException, conn: Connection) -> bool:
-    """Whether the connection must be replaced: it is gone, or the server will not serve it any more.
+# Errors after which a connection is of no further use, though it may look alive, by SQLSTATE (PostgreSQL manual,
+# appendix A): connection exceptions; the server ends; the transaction's or session's time is over (FATAL); it has
+# become read-only (switched over); it does not know, or knows already, what was prepared here (something between
+# has changed the session under us); the schema has changed under a prepared statement.
+_LOST_CLASSES: Final = ("08", "57P")
+_LOST_STATES: Final = frozenset({"25006", "25P03", "25P04", "26000", "42P05", "0A000"})
 
-    08xxx and 57Pxx: connection or server ends. 25006: the server has become read-only (switch-over).
-    """
+
+def is_disconnect(error: BaseException, conn: Connection) -> bool:
+    """Whether the connection must be replaced: it is gone, or of no further use."""
     if conn.closed or conn.broken:
         return True
     state: str | None = getattr(error, "sqlstate", None)
     if state is None:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-    return state[:2] == "08" or state[:3] == "57P" or state == "25006"
+    return state.startswith(_LOST_CLASSES) or state in _LOST_STATES
 
 
 def define(conn: Connection, name: str, /, **identifiers: str) -> None:

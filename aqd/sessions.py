@@ -31,8 +31,11 @@ PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
 # Beyond the server's own statement_timeout, which gives the better message.
 MARGIN_S = 2.0
-# A new connection may first have to wait for another node's migration, or to do it.
+# The first connection may have to wait for another node's migration, or to do it.
 PREPARE_LIMIT_S = 120.0
+# A connection that is lost sooner than this was no recovery: pauses go on growing and the log stays quiet. (A
+# server that takes connections and serves none, a proxy that cuts them.)
+RELAPSE_S = 5.0
 LOG_EVERY_S = 30.0
 
 
@@ -58,7 +61,9 @@ class Session:
         self._pause_max_s = pause_max_s
         self._limit_s = limit_s or config.statement_timeout_s + MARGIN_S
         self._connection: Connection | None = None
-        self._failures = 0
+        self._failures = 0  # since a connection last proved good
+        self._relapsing = self._prepared = False
+        self._up_since = 0.0
         self._lock = threading.Lock()
         self._deadline = self._since = 0.0
         self._cut = False
@@ -88,11 +93,13 @@ class Session:
             raise
         self._end()
         self.error = ""
+        if self._failures and boottime() >= self._up_since + RELAPSE_S:
+            self._recovered()
         return result
 
     def pause_s(self) -> float:
         """How long to wait before the next try after a failure; 0 while all is well."""
-        if not self._failures:
+        if self.up or not self._failures:
             return 0.0
         longest = min(PAUSE_FIRST_S * 2 ** min(self._failures, 10), self._pause_max_s)
         return random.uniform(longest / 2, longest)
@@ -106,12 +113,17 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Drop the connection and note why."""
+        if self.up and self._failures:
+            if boottime() >= self._up_since + RELAPSE_S:
+                self._recovered()
+            else:
+                self._relapsing = True
         self._failures += 1
         self.error = " ".join(str(error).split())[:300] or type(error).__name__
         if self._cut:
             self.error = f"no answer within the deadline of {self._limit_s:g} s"
         write, suppressed = self._suppressor.allow("down")
-        if self.up or write:
+        if write or (self.up and not self._relapsing):
             self._log.warning("database away", error=self.error, suppressed=suppressed or None)
         self.close()
 
@@ -132,7 +144,7 @@ class Session:
             raise
         with self._lock:
             self._connection = connection
-        self._begin(PREPARE_LIMIT_S)
+        self._begin(None if self._prepared else PREPARE_LIMIT_S)
         try:
             self._prepare(connection)
         except BaseException as error:
@@ -140,11 +152,18 @@ class Session:
             self.failed(error)
             raise
         self._end()
-        if self._failures:
+        if self._failures and not self._relapsing:
             self._log.info("database is back", failures=self._failures)
-            self._suppressor.reset("down")
-        self._failures, self.up, self.error = 0, True, ""
+        self._prepared = self.up = True
+        self.error, self._up_since = "", boottime()
         return connection
+
+    def _recovered(self) -> None:
+        """The connection has lasted: what comes now is a new trouble."""
+        if self._relapsing:
+            self._log.info("database is back", failures=self._failures)
+        self._failures, self._relapsing = 0, False
+        self._suppressor.reset("down")
 
     # --- the deadline
 

@@ -342,8 +342,8 @@ def _translated(error: psycopg.Error) -> Exception:
         return SchemaMismatch(
             f"the database's schema does not fit this version ({_first_line(error)}): run aqd db migrate"
         )
-    # Resources, operator, system; locks; privileges; conflicts that did not end.
-    if state[:2] in ("53", "57", "58") or state in ("55P03", "42501", "40001", "40P01", "25006", "25P02"):
+    # Resources, operator, system, the server's own faults; locks; privileges; conflicts that did not end.
+    if state[:2] in ("53", "57", "58", "XX") or state in ("55P03", "42501", "40001", "40P01", "25P02"):
         return _unavailable(error)
     return error
 
