@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -13,7 +16,7 @@ from tests.system.readme_page import ROOT
 
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
 # What takes the place of KIND in "attempt KIND".
-ATTEMPT_KINDS = ("failed", "discarded", "timed_out", "crashed")
+ATTEMPT_KINDS = ("failed", "discarded", "timed_out", "crashed", "cancelled", "lost")
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -115,4 +118,34 @@ def strings(*names: str) -> set[str]:
         for node in ast.walk(ast.parse((ROOT / "aqd" / name).read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
+    return found
+
+
+def keys_of(*functions: Callable[..., object]) -> set[str]:
+    """The names in the documents that these functions build; not those of documents within them."""
+    found = set()
+    for function in functions:
+        (returned,) = [
+            node.value
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+            if isinstance(node, ast.Return)
+        ]
+        while isinstance(returned, ast.BinOp):
+            returned = returned.right
+        assert isinstance(returned, ast.Dict)
+        found |= {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+    return found
+
+
+def kinds_and_reasons() -> set[tuple[str, str]]:
+    """Pairs that stand beside each other in the code: ``"failed", "exception"``."""
+    from aqd.outcomes import REASONS
+
+    kinds = {*ATTEMPT_KINDS, "interrupted"}
+    found = set()
+    for name in ("outcomes.py", "worker.py"):
+        for node in ast.walk(ast.parse((ROOT / "aqd" / name).read_text())):
+            if isinstance(node, ast.Tuple):
+                texts = [e.value if isinstance(e, ast.Constant) else None for e in node.elts]
+                found |= {(k, r) for k, r in pairwise(texts) if k in kinds and r in REASONS}
     return found

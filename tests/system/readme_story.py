@@ -265,6 +265,13 @@ def their_results(_world: World, output: str) -> None:
     assert '"worker"' in output
 
 
+@check("Cancel one")
+def a_running_job_cancelled(world: World, output: str) -> None:
+    job = int(re.search(r"^job (\d+) is CANCELLED$", output, re.MULTILINE)[1])  # type: ignore[index]
+    assert world.jobs.get(job)["state"] == "CANCELLED"
+    assert [(a["kind"], a["reason"]) for a in world.jobs.attempts(job)] == [("cancelled", "cancel")]
+
+
 @check("Kill things and see")
 def a_worker_killed(world: World, output: str) -> None:
     assert "worker killed by signal 9 (SIGKILL)" in output
@@ -308,6 +315,12 @@ def the_admin(_world: World, output: str) -> None:
     assert "KeyError: 'name'" in output
 
 
+@check("Cancelling jobs")
+def a_waiting_job_cancelled(world: World, output: str) -> None:
+    answer = json.loads(output)
+    assert (answer["status"], world.jobs.get(int(answer["id"]))["attempt"]) == ("CANCELLED", 0)
+
+
 @check("SQL", 0, "sql")
 def in_a_transaction(world: World, output: str) -> None:
     job = int(re.search(r"\d+", output)[0])  # type: ignore[index]
@@ -328,12 +341,25 @@ def the_small_role(world: World, _output: str) -> None:
         row = conn.execute("select aqd.enqueue('greet', '{\"name\": \"role\"}')").fetchone()
         assert row is not None
         assert conn.execute("select id from aqd.all_jobs where id = %s", row).fetchone() == row
+        world.jobs.wait(row[0], "COMPLETED")
+        assert conn.execute("select aqd.cancel(%s)", row).fetchone() == ("COMPLETED",)
+        for later in (0, 3600):
+            made = conn.execute(
+                'select aqd.enqueue(\'greet\', \'{"name": "x", "seconds": 50}\', delay_s => %s)', (later,)
+            ).fetchone()
+            assert made is not None
+            if not later:
+                world.jobs.wait(made[0], "PROCESSING")
+            expected = "CANCELLED" if later else "PROCESSING"
+            assert conn.execute("select aqd.cancel(%s)", made).fetchone() == (expected,)
+            world.jobs.wait(made[0], "CANCELLED")
 
 
 @check("Python", 0, "python")
 def the_client(world: World, output: str) -> None:
-    job, state = output.split()
+    job, state, later = output.split()
     assert state in ("QUEUED", "PROCESSING", "COMPLETED")
+    assert later == "CANCELLED"
     row = world.jobs.wait(int(job), "COMPLETED")
     assert (row["result"]["text"], row["priority"]) == ("Hello Python", 5)
     assert world.jobs.conn.execute("select item from orders order by item").fetchall() == [
@@ -348,6 +374,19 @@ def the_example_plugin(world: World, _output: str) -> None:
     refused = world.submit("shout", {}, "FAILED")
     assert (refused["attempt"], refused["last_error"]) == (1, "payload.text is missing")
     assert world.submit("wait", {})["result"] == {"attempt": 2}
+
+
+@check("Limits of a job")
+def the_careful_plugin(world: World, output: str) -> None:
+    count, crash = [int(word) for word in re.findall(r"^(\d+)$", output, re.MULTILINE)]
+    assert "counted 3" in output
+    assert "poison job, crashed 2 times" in output
+    for line in ("about to crash", "Fatal Python error: Segmentation fault", "in string_at"):
+        assert line in output
+    assert world.jobs.get(count)["state"] == "COMPLETED"
+    assert world.jobs.get(crash)["state"] == "FAILED"
+    attempts = [(a["kind"], a["reason"], a["signal"]) for a in world.jobs.attempts(crash)]
+    assert attempts == [("crashed", "signal", 11)] * 2
 
 
 @check("Handlers", 2, "toml")
@@ -380,3 +419,6 @@ def the_role_of_the_api(world: World, _output: str) -> None:
         assert store.list_failed(conn, None, 10)
         assert store.health(conn, 30.0).problem is None
         assert store.retry_job(conn, failed["id"]).state == "QUEUED"
+        later = store.enqueue(conn, job.validate("noop", delay_s=3600))
+        assert store.cancel_job(conn, later.id).state == "CANCELLED"
+        assert store.cancel_job(conn, made.id).state == "COMPLETED"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
 import tomllib
 from collections.abc import Callable
+from typing import Any
 
 import falcon
 import falcon.inspect
@@ -17,10 +19,22 @@ import falcon.testing
 import pytest
 
 import aqd
-from aqd import __version__, config, job, log, plugin_files, worker
-from aqd.api import app, query
+from aqd import (
+    __version__,
+    config,
+    failures,
+    hookspecs,
+    job,
+    log,
+    outcomes,
+    output,
+    page,
+    plugin_files,
+    process,
+)
+from aqd.api import app, query, render
 from aqd.errors import Exit
-from aqd.hookspecs import HOOK_NAMES, MAX_ATTEMPTS_BOUND, HandlerOptions, Hooks, JobContext
+from aqd.hookspecs import HOOK_NAMES, HandlerOptions, Hooks, JobContext
 from aqd.job import JobRequest, State
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
@@ -188,12 +202,69 @@ def test_the_hooks() -> None:
 def test_the_options_of_handlers() -> None:
     options = list(HandlerOptions.__annotations__)
     assert [only(row[0]) for row in PAGE.table("option", "Handlers").rows] == options
-    assert f"1..{MAX_ATTEMPTS_BOUND}" in PAGE.table("option", "Handlers").rows[1][2]
+    bounds = {only(row[0]): row[2] for row in PAGE.table("option", "Handlers").rows}
+    implied = {
+        only(row[0]) for row in PAGE.table("option", "Handlers").rows if "implies `one_shot`" in row[1]
+    }
+    for name, bound in bounds.items():
+        add(name, good := ACCEPTED[name])
+        if found := re.fullmatch(r"(-?\d+)\.\.(\d+)", bound):
+            low, high = map(int, found.groups())
+            add(name, low)
+            add(name, high)
+            for value in (low - 1, high + 1, 1.5, True):
+                with pytest.raises(ValueError, match=name):
+                    add(name, value)
+        elif bound == "`True`, `False`":
+            with pytest.raises(ValueError, match=name):
+                add(name, 1)
+        assert add(name, good).one_shot == (name in implied or name == "one_shot"), name
+    names = re.search(r"Limits go by the names (.*?), such as", PAGE.text, re.DOTALL)
+    assert names is not None
+    assert tuple(code(names[1])) == hookspecs.RLIMITS
+
+
+# A good value for each option.
+ACCEPTED: dict[str, Any] = {
+    "timeout_s": 0.5,
+    "max_attempts": 2,
+    "max_crashes": 2,
+    "backoff": hookspecs.Backoff(),
+    "queue": "mail",
+    "memory_limit_mb": 64,
+    "detach": True,
+    "keep_output": True,
+    "one_shot": True,
+    "oom_score_adj": 500,
+    "rlimits": {"NOFILE": 64},
+    "hard_rlimits": {"NOFILE": 64, "CORE": "unlimited"},
+    "nice": 5,
+    "no_new_privs": True,
+    "user": "nobody",
+    "group": "nogroup",
+}
+
+
+def add(option: str, value: object) -> hookspecs.HandlerInfo:
+    """What the option makes of a handler."""
+    handlers = hookspecs.Handlers("readme", {})
+    handlers.add("type", lambda payload: payload, **{option: value})  # type: ignore[arg-type]
+    return handlers.collected["type"][0]
 
 
 def test_the_job() -> None:
     names = {name for name in dir(JobContext) if not name.startswith("_")}
-    assert {only(row[0]) for row in PAGE.table("attribute of `job`").rows} == names
+    named = [only(row[0]) for row in PAGE.table("attribute of `job`").rows]
+    assert {name.partition("(")[0] for name in named} == names
+    for name, _, arguments in (each.rstrip(")").partition("(") for each in named):
+        if arguments:
+            assert list(inspect.signature(getattr(JobContext, name)).parameters)[1:] == arguments.split(", ")
+
+
+def test_reserved_signals() -> None:
+    row = next(row for row in PAGE.table("thing").rows if row[0] == "signals")
+    number = process.DUMP_SIGNAL - signal.SIGRTMIN
+    assert code(row[1])[:2] == [process.STOP_SIGNAL.name, f"SIGRTMIN+{number}"]
 
 
 def test_the_exceptions() -> None:
@@ -224,7 +295,7 @@ def test_the_routes() -> None:
             if row[3] == "admin":  # this one has no key configured
                 assert client.simulate_request(method, path.replace("{id}", "1")).status_code == 403
             else:
-                assert not re.search("retry|admin", path)
+                assert not re.search("retry|cancel|admin", path)
     finally:
         service.close()
     limits = PAGE.table("route").rows[1][1]
@@ -276,7 +347,29 @@ def test_the_status() -> None:
 def test_the_states() -> None:
     drawing = PAGE.block("The life of a job", "text").text
     shown = set(re.findall(r"\b[A-Z]{4,}\b", drawing))
-    assert shown == {str(state) for state in State} - {"CANCELLED"}
+    assert shown == {str(state) for state in State}
+
+
+def test_the_answer_about_a_job() -> None:
+    rows = PAGE.table("in the answer").rows
+    named = [name for row in rows for name in code(row[0])]
+    assert sorted(named) == sorted(readme_code.keys_of(render.job, render.job_in_full))
+    in_full = [name for row in rows for name in re.findall(r"`(\w+)`\\\*", row[0])]
+    assert set(in_full) == readme_code.keys_of(render.job_in_full) - {"id"}
+    states = next(row[1] for row in rows if "`status`" in row[0])
+    assert states.split(", ") == [str(state) for state in State]
+
+
+def test_kinds_and_reasons() -> None:
+    kinds = [only(row[0]) for row in PAGE.table("kind").rows]
+    schema = (ROOT / "sql/migrations/0001_schema.sql").read_text()
+    allowed = re.search(r"constraint job_attempts_kind check \(kind in \((.*?)\)\)", schema, re.DOTALL)
+    assert allowed is not None
+    assert sorted(kinds) == sorted(re.findall(r"'(\w+)'", allowed[1]))
+    reasons = {only(row[0]): only(row[1]) for row in PAGE.table("reason").rows}
+    assert list(reasons) == list(outcomes.REASONS)
+    for kind, reason in readme_code.kinds_and_reasons():
+        assert reasons[reason] == ("failed" if kind == "discarded" else kind), reason
 
 
 def test_the_limits() -> None:
@@ -294,12 +387,14 @@ def test_the_limits() -> None:
     assert limit["one number in JSON"] == f"{job.MAX_NUMBER_CHARS} characters"
     assert limit["names of types and queues"] == f"{job.MAX_NAME_CHARS} characters"
     assert limit["slots of a daemon"] == str(slots)
-    assert limit["attempts of a job"] == str(job.MAX_ATTEMPTS)
+    assert limit["attempts, and crashes, of a job"] == str(job.MAX_ATTEMPTS)
     assert limit["time limit of an attempt"] == f"{job.MAX_TIMEOUT_S // 86400} days"
     assert limit["delay of a job"] == f"{job.MAX_DELAY_S // 86400} days"
     assert limit["page of a list"] == f"{query.LIMIT_MAX} jobs"
-    errors = f"{worker.MAX_ERROR_CHARS} and {worker.MAX_TRACEBACK_CHARS} characters"
+    errors = f"{failures.MAX_ERROR_CHARS} and {failures.MAX_TRACEBACK_CHARS} characters"
     assert limit["stored error, traceback"].startswith(errors)
+    assert limit["stored output of an attempt"].startswith(f"{output.LIMIT >> 10} KiB;")
+    assert limit["message of `job.progress`"] == f"{page.NOTE_BYTES} bytes"
     assert limit["a log line"] == f"{log.MAX_LINE} bytes"
 
 
