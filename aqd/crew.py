@@ -413,12 +413,15 @@ class Crew:
             return seat.look_at
         if seat.watch_until is None:
             seat.watch_until = now  # seen without having been announced: by a dispatcher that has died since
-        used_kb = self._used_kb(seat, limit_kb or smallest_kb)
+        left_kb = max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0  # by earlier jobs
+        used_kb = max(0, self._used_kb(seat, (limit_kb or smallest_kb) + left_kb) - left_kb)
+        if left_kb > smallest_kb:
+            self.plan.recycle(seat.incarnation)  # or what each leaves would add up without a limit
         if limit_kb and used_kb > limit_kb and not page.returned(number):
             detail = f"used {used_kb >> 10} MiB of {limit_kb >> 10} MiB"
             self._kill(seat, number, StopReason.MEMORY, detail)
-        left_kb = 0 if seat.meter.unsure else smallest_kb - used_kb
-        seat.look_at = boottime() + memory.pause_s(left_kb)
+        room_kb = 0 if seat.meter.unsure else (limit_kb or smallest_kb) - used_kb
+        seat.look_at = boottime() + memory.pause_s(min(room_kb, smallest_kb))
         return seat.look_at
 
     def _used_kb(self, seat: Seat, limit_kb: int) -> int:

@@ -5,7 +5,8 @@ limit (:func:`pause_s`). A look at a worker without helpers costs about 60 µs.
 
 Counted are the anonymous, shared-memory and swapped pages of the worker and all its descendants. Not counted
 is what the worker had before its first job: the loader's image, which all workers of a generation share, and
-what its start hooks loaded (:meth:`Meter.rebase`). Three things would be counted that take no memory:
+what its start hooks loaded (:meth:`Meter.rebase`). Nor is it the present job's use what earlier ones have left in
+the worker: what it held when the job began stands in its page. Three things would be counted that take no memory:
 
 * a descendant that is a plain fork of the worker has the worker's pages, too: as long as the cheap sum is above
   the limit, the kernel's proportional figures are asked as well (``smaps_rollup``, 13 ms for 1 GiB), in which a
@@ -103,6 +104,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def held_kb() -> int:
+    """What this process holds itself."""
+    return figures_kb(_read("/proc/self/status"))
+
+
 class Meter:
     """Measures one worker. ``baseline_kb`` is what it had at the last :meth:`rebase`."""
 
@@ -123,7 +129,7 @@ class Meter:
         """KiB in use. ``sharers``: how many other processes have the worker's image. The exact figure is worked
         out only if the quick one is above ``limit_kb``."""
         family = [self.pid, *descendants(self.pid)]
-        quick, forks, counted = 0, [], []
+        quick, largest, forks, counted = 0, 0, [], []
         for pid in family:
             kb = figures_kb(_read(f"/proc/{pid}/status"))
             if pid == self.pid:
@@ -134,13 +140,21 @@ class Meter:
                     continue
                 kb -= self.baseline_kb
             quick += max(kb, 0)
+            largest = max(largest, kb)
             counted.append(pid)
         self.unsure = not self._forks.issuperset(forks)
         self._forks = frozenset(forks)
         if quick <= limit_kb or len(counted) == 1:
             return quick
         exact = self._exact_kb(counted, sharers)
-        return quick if exact is None else min(quick, exact)
+        if exact is None or exact <= limit_kb:
+            return quick if exact is None else min(quick, exact)
+        if not all(figures_kb(_read(f"/proc/{pid}/status")) for pid in counted):
+            # With each that ends the shares of the others grow: of 6 that end while they are looked at, one
+            # after the other, what they share would be counted up to 2.4 times. Sure is only what one alone has.
+            self.unsure = True
+            return max(largest, limit_kb)
+        return min(quick, exact)
 
     def _is_fork(self, pid: int) -> bool:
         stack = start_stack(_read(f"/proc/{pid}/stat"))
@@ -151,9 +165,9 @@ class Meter:
         for pid in family:
             share = shares_kb(_read(f"/proc/{pid}/smaps_rollup"))
             if share is None:
-                if _read(f"/proc/{pid}/status"):
+                if figures_kb(_read(f"/proc/{pid}/status")):
                     return None
-                continue
+                continue  # it has ended, reaped or not
             total += share
         copies = 1 + sum(pid in self._forks for pid in family)
         return max(0, total - self.baseline_kb * copies // (copies + sharers))

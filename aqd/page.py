@@ -13,7 +13,7 @@ block       writer      words
 0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
 1           dispatcher  written, lease_until
 2           worker      pid, started, finished, started_at, turns, returned, cpu_at, output_at
-3           worker      note_sequence, note_entry, note_percent, note_length
+3           worker      note_sequence, note_entry, note_percent, note_length, memory_at
 4…          dispatcher  the frame table: a ring of :data:`ENTRIES` ×
                         (job id, token, attempt, limit, memory limit, flags)
 after it    worker      the note's text, :data:`NOTE_BYTES`
@@ -29,6 +29,8 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   room in its channel, which is not the job's time.
 * ``cpu_at``, ``output_at``: what the process had used, and written to its output, when the entry began; stored
   before ``started``. With them an attempt is accounted for after the worker's death.
+* ``memory_at``: what the process held (:func:`aqd.memory.held_kb`) when the present entry began, if that has a memory
+  limit: what earlier jobs have left there is not its use.
 * the note: what the handler reports of its progress. ``note_sequence`` is odd while it is written; a reader that
   meets an odd or a changed one reads again another time.
 * ``skip_from … skip_to``: a recall. The master wrote it while the worker was stopped; the worker passes
@@ -46,8 +48,11 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final
 
+from aqd import memory
+
 ENTRIES: Final = 256
 _WORDS_PER_ENTRY: Final = 6
+_MEMORY_LIMIT: Final = 4  # its place in an entry
 _TABLE: Final = 32
 _NOTE_AT: Final = (_TABLE + ENTRIES * _WORDS_PER_ENTRY) * 8
 # UTF-8 bytes of a progress message.
@@ -102,6 +107,10 @@ class Note:
     number: int
     percent: float | None
     message: str
+
+
+def _row(number: int) -> int:
+    return _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
 
 
 class Page:
@@ -193,7 +202,7 @@ class Page:
         words = self._words
         first = number = words[8]
         for row in entries:
-            at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
+            at = _row(number)
             for offset, word in enumerate(row):
                 words[at + offset] = word
             number += 1
@@ -201,7 +210,7 @@ class Page:
         return first
 
     def entry(self, number: int) -> Entry:
-        at = _TABLE + number % ENTRIES * _WORDS_PER_ENTRY
+        at = _row(number)
         words = self._words
         return Entry(number, *words[at : at + _WORDS_PER_ENTRY])
 
@@ -242,9 +251,15 @@ class Page:
         """Length of the worker's output when the present entry began."""
         return self._words[23]
 
+    @property
+    def memory_at_kb(self) -> int:
+        """What the worker held when the present entry began; only for an entry with a memory limit."""
+        return self._words[28]
+
     def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
         """The worker begins entry ``number``. The order matters: see the module's header."""
         words = self._words
+        words[28] = memory.held_kb() if words[_row(number) + _MEMORY_LIMIT] else 0  # 40 µs
         words[22] = cpu_us
         words[23] = output_at
         words[19] = now_ns

@@ -43,6 +43,7 @@ def aqd_register(handlers):
 
 def in_process(payload):
     eat(payload["path"], payload["mb"], LIMIT, kept)
+    time.sleep(payload.get("hold_s", 0))
     kept.clear()
     return "done"
 
@@ -117,6 +118,19 @@ def test_a_job_is_ended_before_it_has_taken_twice_its_limit(daemon, jobs, side, 
 def test_within_its_limit_a_job_runs(daemon, jobs, tmp_path):
     ids = [jobs.add({"path": str(tmp_path / str(n)), "mb": LIMIT - 14}, "eat") for n in range(6)]
     assert jobs.wait_all(ids) == {"COMPLETED": 6}
+
+
+def test_what_earlier_jobs_have_left_is_not_the_next_one_s_use(start_daemon, jobs, tmp_path):
+    daemon = start_daemon({"daemon": {"slots": 1}}, plugins={"eater.py": EATER})
+    (old,) = daemon.workers().values()
+    assert jobs.wait(jobs.add([{"alloc": 2 * LIMIT}]))["result"]["pid"] == old
+    job = jobs.add({"path": str(tmp_path / "account"), "mb": LIMIT // 2, "hold_s": 0.5}, "eat")
+    assert jobs.wait(job)["state"] == "COMPLETED"
+    # And since that much was left, a fresh worker takes its place.
+    daemon.wait_status(lambda s: s["recycled"] == 1 and s["slots"][0]["pid"] not in (None, old))
+    job = jobs.add({"path": str(tmp_path / "more"), "mb": 1024}, "eat")
+    assert jobs.wait(job)["state"] == "FAILED"
+    assert taken(tmp_path / "more")[0] < 2 * LIMIT
 
 
 def test_what_a_job_shares_with_its_forks_counts_once(daemon, jobs):

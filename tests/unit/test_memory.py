@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -166,6 +167,25 @@ def test_a_fork_counts_from_the_second_look_on():
         assert meter.unsure
         assert meter.used_kb(1 << 20) >> 10 > 40
         assert not meter.unsure
+
+
+def test_of_forks_that_end_while_they_are_looked_at_only_what_one_has_is_sure(monkeypatch):
+    with worker(grow=50, children=[fork_that_fills(1)] * 4) as meter:
+        meter.used_kb(1 << 20)
+        exact = meter._exact_kb
+
+        def while_one_ends(family, sharers):
+            os.kill(family[-1], signal.SIGKILL)
+            wait_until(lambda: not figures_kb(_status(family[-1])))
+            return exact(family, sharers) * 3
+
+        monkeypatch.setattr(meter, "_exact_kb", while_one_ends)
+        assert 48 <= meter.used_kb(40 << 10) >> 10 <= 56
+        assert meter.unsure
+
+
+def _status(pid):
+    return Path(f"/proc/{pid}/status").read_bytes()
 
 
 def test_another_program_counts_whole():

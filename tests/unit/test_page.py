@@ -202,7 +202,17 @@ def test_what_announces_is_stored_last(two):
     assert len(words.stored) == 13
     words.stored.clear()
     page.begin(0, 55)
-    assert words.stored == [22, 23, 19, 17]  # ``started_at``, then ``started``
+    assert words.stored == [28, 22, 23, 19, 17]  # ``started_at``, then ``started``
     words.stored.clear()
     page.request_stop(0, StopReason.DRAIN)
     assert words.stored == [5, 4]  # the reason, then the entry
+
+
+def test_what_the_worker_holds_is_noted_for_an_entry_with_a_memory_limit(two):
+    page, _ = two
+    page.write([(1, 1, 1, 0, 0, 0), (2, 1, 1, 0, 1000, 0)])
+    page.begin(0, 1)
+    assert page.memory_at_kb == 0
+    page.end(0)
+    page.begin(1, 2)
+    assert page.memory_at_kb > 1000  # this test's own process
