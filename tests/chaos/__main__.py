@@ -37,6 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=None, choices=(1, 2, 4), help="default: drawn by round")
     parser.add_argument("--seconds", type=float, default=60.0, help="length of a round's storm (default 60)")
     parser.add_argument("--lease", type=float, default=None, help="lease_s (default: drawn by round)")
+    parser.add_argument("--every", type=float, default=1.5, help="seconds from fault to fault (default 1.5)")
+    parser.add_argument("--jobs", type=float, default=4.0, help="submissions a second (default 4)")
     parser.add_argument("--keep", type=Path, default=None, help="directory for logs (default: a new one)")
     parser.add_argument("--verbose", action="store_true", help="print every fault as it happens")
     return parser.parse_args()
@@ -60,7 +62,14 @@ def main() -> int:
     about = ""
     try:
         while time.monotonic() - began < given.minutes * 60 and len(results) != given.rounds:
-            plan = plans.draw(seed + len(results), given.seconds, nodes=given.nodes, lease_s=given.lease)
+            plan = plans.draw(
+                seed + len(results),
+                given.seconds,
+                nodes=given.nodes,
+                lease_s=given.lease,
+                jobs_per_s=given.jobs,
+                fault_every_s=given.every,
+            )
             console.print(plan.describe(), markup=False, highlight=False)
             server = LocalPostgres(local_binaries())
             about = about or report.versions(server.source)
