@@ -238,7 +238,9 @@ class Crew:
             usage.peak_kb,
         )
         worker = self.plan.worker(seat.incarnation)
-        expected = worker is not None and worker.state in (slots.State.LEAVING, slots.State.CLOSING)
+        expected = worker is not None and (
+            worker.recycle or worker.state in (slots.State.LEAVING, slots.State.CLOSING)
+        )
         current = seat.page.current()
         if seat.pid is not None:
             self.worker_died(seat.pid, seat.incarnation, expected and status.ok and current < 0)
@@ -259,7 +261,11 @@ class Crew:
         else:
             log.debug("worker ended", slot=seat.slot, child=seat.pid, status=str(status))
         self.plan.exited(
-            seat.incarnation, boottime(), reached_loop=seat.page.turns > 0, had_job=seat.page.started > 0
+            seat.incarnation,
+            boottime(),
+            reached_loop=seat.page.turns > 0,
+            had_job=seat.page.started > 0,
+            in_order=status.ok,
         )
         if seat.attached or seat.page.written:
             self._tell(seat.exited)

@@ -213,7 +213,9 @@ class Dispatcher:
             self.recorder.put(Renewal(pairs, notes))
 
     def _report(self) -> None:
-        sessions = (self.claimer.session, self.recorder.session)
+        # At the end the claimer has closed its connection: that says nothing of the database.
+        leaving = self.draining or self.handing_over
+        sessions = (self.recorder.session,) if leaving else (self.claimer.session, self.recorder.session)
         down = [s.error or "not connected yet" for s in sessions if not s.up]
         troubles = [s.error for s in (*sessions, self.keeper.session) if s.error]
         types = {}

@@ -47,8 +47,19 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
     if isinstance(message, messages.Done):
         return Completed(key, held.id, held.token, held.attempt, message.result or None, ended_ns, **figures)
     if message.kind in ("interrupted", "unstarted"):
-        reason = message.error or "the lease was not certain any more"
-        return Released(key, held.id, held.token, message.kind == "interrupted", reason, ended_ns)
+        why = message.error or "the lease was not certain any more"
+        begun = message.kind == "interrupted"
+        return Released(
+            key,
+            held.id,
+            held.token,
+            begun,
+            why,
+            ended_ns,
+            message.reason,
+            message.traceback or None,
+            **(figures if begun else {}),
+        )
     return Failed(
         key,
         held.id,
@@ -77,7 +88,7 @@ def from_exit(
             # It began, so it counts. If somebody else owns the job by now, the token matches nothing.
             kind, reason, error = "lost", "lease", f"lease lost: worker killed by {how}"
         case StopReason.DRAIN:
-            return Released(key, held.id, held.token, True, f"drain: worker killed by {how}", now_ns)
+            kind, reason, error = "interrupted", "drain", f"drain: worker killed by {how}"
         case StopReason.TIMEOUT:
             limit_s = link.page.entry(number).limit_ns / 1e9
             kind, reason = "timed_out", "timeout"
@@ -91,6 +102,15 @@ def from_exit(
         case _:
             kind, reason, error = "crashed", *_unasked(exited, how)
     page = link.page
+    figures: dict[str, Any] = {
+        "wall_s": max(0, now_ns - page.started_at_ns) / 1e9,
+        "cpu_s": max(0, exited.cpu_us - page.cpu_at_us) / 1e6 if exited.cpu_us else None,
+        "peak_kb": exited.peak_kb or None,
+        "output": printed or None,
+        "signal": exited.signal,
+    }
+    if kind == "interrupted":
+        return Released(key, held.id, held.token, True, error, now_ns, reason, **figures)
     return Failed(
         key,
         held.id,
@@ -101,13 +121,9 @@ def from_exit(
         error=error,
         traceback=None,
         ended_ns=now_ns,
-        wall_s=max(0, now_ns - page.started_at_ns) / 1e9,
-        cpu_s=max(0, exited.cpu_us - page.cpu_at_us) / 1e6 if exited.cpu_us else None,
-        peak_kb=exited.peak_kb or None,
-        signal=exited.signal,
         exit_code=exited.code,
         reason=reason,
-        output=printed or None,
+        **figures,
     )
 
 

@@ -95,6 +95,13 @@ class Released:
     interrupted: bool
     reason: str
     ended_ns: int
+    reason_code: str = "drain"
+    traceback: str | None = None
+    output: str | None = None
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    peak_kb: int | None = None
+    signal: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +345,23 @@ class Recorder(threading.Thread):
 
     def _release(self, items: Sequence[Released]) -> None:
         now = boottime_ns()
-        rows = [Release(i.id, i.token, i.interrupted, i.reason, (now - i.ended_ns) / 1e9) for i in items]
+        rows = [
+            Release(
+                i.id,
+                i.token,
+                i.interrupted,
+                i.reason,
+                (now - i.ended_ns) / 1e9,
+                i.reason_code,
+                i.traceback,
+                i.output,
+                i.wall_s,
+                i.cpu_s,
+                i.peak_kb,
+                i.signal,
+            )
+            for i in items
+        ]
         done = self.session.run(store.release, rows, self.config.jobs.max_interruptions)
         for item in items:
             state = done.get(item.id)

@@ -59,13 +59,17 @@ def decide(
     if kind not in FAILURES:
         raise ValueError(f"{kind!r} is not a failed attempt; those are {', '.join(sorted(FAILURES))}")
     if kind == "crashed" and crashes + 1 >= max_crashes:
-        return Decision(None, f"poison job, crashed {crashes + 1} times")
+        return Decision(None, f"poison job, crashed {_times(crashes + 1)}")
     if kind in FINAL or attempt >= max_attempts:
         return Decision(None)
     if retry_after_s is not None and _usable(retry_after_s):
         # Bounded before the conversion: float(10**400) raises.
         return Decision(float(min(max(0.0, retry_after_s), MAX_RETRY_AFTER_S)))
     return Decision(rng.uniform(backoff.base_s, _ceiling(backoff, attempt)))
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _ceiling(backoff: Backoff, attempt: int) -> float:

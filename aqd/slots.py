@@ -192,8 +192,17 @@ class Slots:
             return []
         return self._close(worker, now)
 
-    def exited(self, incarnation: int, now: float, *, reached_loop: bool, had_job: bool = True) -> None:
-        """The worker was reaped (or could not be forked at all)."""
+    def exited(
+        self,
+        incarnation: int,
+        now: float,
+        *,
+        reached_loop: bool,
+        had_job: bool = True,
+        in_order: bool = False,
+    ) -> None:
+        """The worker was reaped (or could not be forked at all). ``in_order``: it left by itself and without an
+        error, as one does after a one-shot job; which is what it should if it is to be recycled."""
         worker = self._workers.pop(incarnation, None)
         if worker is None:
             return
@@ -203,7 +212,9 @@ class Slots:
             slot.successor = None
         else:
             slot.worker = None
-        wanted_to_end = worker.state in (State.LEAVING, State.CLOSING)
+        left = worker.recycle and in_order and worker.state is State.SERVING
+        self.recycled += left
+        wanted_to_end = left or worker.state in (State.LEAVING, State.CLOSING)
         if reached_loop:
             slot.failures = 0
             if not successor:

@@ -146,7 +146,7 @@ class Failure(NamedTuple):
 
 class Release(NamedTuple):
     """A job given back with its attempt. ``interrupted``: it had been started; ``reason`` is for people,
-    ``reason_code`` machine-readable."""
+    ``reason_code`` machine-readable. The rest is kept of a started one."""
 
     id: int
     token: int
@@ -154,6 +154,12 @@ class Release(NamedTuple):
     reason: str
     age_s: float
     reason_code: str = "drain"
+    traceback: str | None = None
+    output: str | None = None
+    wall_s: float | None = None
+    cpu_s: float | None = None
+    peak_kb: int | None = None
+    signal: int | None = None
 
 
 class Lease(NamedTuple):
@@ -296,6 +302,12 @@ def release(conn: Connection, releases: Iterable[Release], max_interruptions: in
         reasons=text_array(_clean(entry.reason, MAX_ERROR) for entry in batch),
         reason_codes=text_array(entry.reason_code or None for entry in batch),
         ages_s=float_array(entry.age_s for entry in batch),
+        tracebacks=text_array(_clean(entry.traceback, MAX_TRACEBACK) for entry in batch),
+        outputs=text_array(_clean_output(entry.output) for entry in batch),
+        walls_s=float_array(entry.wall_s for entry in batch),
+        cpus_s=float_array(entry.cpu_s for entry in batch),
+        peaks_kb=int_array(entry.peak_kb for entry in batch),
+        signals=int_array(entry.signal for entry in batch),
         max_interruptions=max_interruptions,
     )
     return dict(rows)

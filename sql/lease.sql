@@ -66,13 +66,16 @@ returning j.id
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
     select held.*, i.interrupted as begun, i.interrupted and not held.cancelled as interrupted, i.reason,
-           i.reason_code, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
+           i.reason_code, i.traceback, i.output, i.wall_s, i.cpu_s, i.peak_kb, i.signal, now() - greatest(i.age_s, 0) * interval '1 second' as finished_at,
            i.interrupted and not held.cancelled and held.interruptions >= :max_interruptions::integer as exhausted
     from (
         select u.*
         from unnest(:ids::bigint[], :tokens::bigint[], :interrupted::boolean[], :reasons::text[],
-                    :reason_codes::text[], :ages_s::double precision[])
-             as u(id, token, interrupted, reason, reason_code, age_s)
+                    :reason_codes::text[], :ages_s::double precision[], :tracebacks::text[], :outputs::text[],
+                    :walls_s::double precision[], :cpus_s::double precision[], :peaks_kb::bigint[],
+                    :signals::integer[])
+             as u(id, token, interrupted, reason, reason_code, age_s, traceback, output, wall_s, cpu_s, peak_kb,
+                  signal)
         order by u.id
     ) as i
     cross join lateral (
@@ -93,10 +96,12 @@ with locked as materialized (
     where j.id = l.id
     returning j.id, case when l.cancelled then 'CANCELLED' else j.state end as state
 ), noted as (
-    insert into aqd.job_attempts (job_id, attempt, kind, reason, error, started_at, finished_at, node_id,
-                                  lease_token)
+    insert into aqd.job_attempts (job_id, attempt, kind, reason, error, traceback, output, signal, started_at,
+                                  finished_at, wall_s, cpu_s, peak_kb, node_id, lease_token)
     select l.id, l.attempt, case when l.cancelled then 'cancelled' else 'interrupted' end, l.reason_code,
-           l.reason, l.claimed_at, l.finished_at, l.node_id, l.lease_token
+           l.reason, l.traceback, l.output, l.signal,
+           coalesce(l.finished_at - l.wall_s * interval '1 second', l.claimed_at), l.finished_at, l.wall_s,
+           l.cpu_s, l.peak_kb, l.node_id, l.lease_token
     from locked l
     where l.begun
 ), dead as (

@@ -130,10 +130,6 @@ def _request(app: App, command: str, timeout_s: float) -> dict[str, Any]:
 # --- the status for people ------------------------------------------------------------------------
 
 
-# Ends of workers: before their time, and on purpose.
-_WORKERS = {"restarted": "restarts", "recycled": "recycled"}
-
-
 def _print_status(status: dict[str, Any]) -> None:
     from aqd.cli.output import duration, print_table
     from aqd.log import printable
@@ -149,10 +145,14 @@ def _print_status(status: dict[str, Any]) -> None:
     click.echo(printable(" · ".join(facts)))
     click.echo(printable(f"configuration: {status.get('config_path') or 'defaults and environment'}"))
     click.echo(printable(_database_line(status.get("database") or {})))
-    counters = dict(status.get("counters") or {})
-    counters |= {f"workers {name}": status[key] for name, key in _WORKERS.items() if status.get(key)}
-    if counters:
-        click.echo("since the start: " + ", ".join(f"{number} {name}" for name, number in counters.items()))
+    sums = [f"{number} {name}" for name, number in (status.get("counters") or {}).items()]
+    if recycled := status.get("recycled"):
+        sums.append(f"{recycled} workers recycled")
+    if why := status.get("restarts"):  # ended before their time
+        reasons = ", ".join(f"{number} {name}" for name, number in why.items())
+        sums.append(f"{sum(why.values())} workers restarted ({reasons})")
+    if sums:
+        click.echo(printable("since the start: " + ", ".join(sums)))
     for problem in status.get("problems", []):
         click.secho(printable(f"problem: {problem}"), fg="red" if sys.stdout.isatty() else None)
     print_table(

@@ -75,6 +75,23 @@ def test_after_the_drain_the_attempt_is_given_back(start_daemon, jobs, side, ste
     assert bool(daemon.find("worker killed", child=pid, reason="drain")) == (ended is None)
 
 
+def test_every_outcome_of_the_hard_end_is_recorded(start_daemon, jobs, side):
+    """The claimer has closed its connection by then, which is no outage: four deaths are waited for."""
+    daemon = start_daemon({"daemon": {**SHORT["daemon"], "slots": 4}})
+    running = [jobs.add([{"print": f"job {n} is deaf"}, {"swallow": 60}]) for n in range(4)]
+    for job in running:
+        side.wait_start(job)
+    terminate(daemon)
+    assert daemon.wait_exit() == 0
+    for n, job in enumerate(running):
+        row = jobs.get(job)
+        assert (row["state"], row["attempt"], row["interruptions"]) == ("QUEUED", 0, 1)
+        attempt = jobs.attempts(job)[0]
+        assert (attempt["kind"], attempt["reason"], attempt["signal"]) == ("interrupted", "drain", 9)
+        assert f"job {n} is deaf" in attempt["output"]
+        assert min(attempt["wall_s"], attempt["cpu_s"], attempt["peak_kb"]) > 0
+
+
 def test_a_coroutine_is_interrupted_too(start_daemon, jobs, side):
     daemon = start_daemon(SHORT)
     job = jobs.add([{"sleep": 60}], type="fate_async")

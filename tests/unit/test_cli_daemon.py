@@ -54,7 +54,7 @@ STATUS: dict[str, Any] = {
     ],
     "types": ["generate_pdf"],
     "counters": {"completed": 5, "failed": 1},
-    "restarts": 0,
+    "restarts": {"timeout": 2, "signal 11 (SIGSEGV)": 1},
     "recycled": 3,
 }
 
@@ -119,7 +119,8 @@ def test_status_for_people(daemon, capsys) -> None:
     lines = out.splitlines()
     assert lines[0] == f"aqd 9.9 · running · node host/abc · pid {child.pid} · generation 3 · up 6.7 min"
     assert "database: up for 12 s, without notifications" in lines
-    assert "since the start: 5 completed, 1 failed, 3 workers recycled" in lines
+    ends = "3 workers recycled, 3 workers restarted (2 timeout, 1 signal 11 (SIGSEGV))"
+    assert f"since the start: 5 completed, 1 failed, {ends}" in lines
     assert "problem: plugin \\x1b[2Jmail: broken" in lines
     rows = [line.split() for line in lines]
     assert ["0", "busy", "4711", "generate_pdf", "1.5", "s", "21", "3", "8", "2", "1"] in rows

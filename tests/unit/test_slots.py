@@ -119,6 +119,15 @@ def test_a_successor_takes_over_at_once_when_the_old_worker_dies():
     assert plan.worker(successor).state is State.SERVING
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_worker_that_leaves_by_itself_is_recycled_if_it_was_to_be(in_order):
+    plan = serving(1)
+    old, successor = standing_by(plan)
+    plan.exited(old, 0.1, reached_loop=True, in_order=in_order)
+    assert plan.plan(0.1) == [Attach(successor)]
+    assert (plan.recycled, plan.slots()[0].restarts) == ((1, 0) if in_order else (0, 1))
+
+
 def test_a_successor_that_is_being_spawned_becomes_the_worker_when_the_old_one_dies():
     plan = serving(1)
     (old,) = born(plan)
