@@ -13,6 +13,7 @@ import pytest
 
 from aqd import embedded
 from tests.fixtures import processes
+from tests.fixtures.daemon import ROOT
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.processes import wait_until
 from tests.process.support import is_gone, pids_of, send, stop_processes
@@ -240,20 +241,33 @@ def node(jobs, job):
 # --- wrong clocks ------------------------------------------------------------------------------------
 
 
-def skewed(seconds):
-    """An environment in which the time of day is wrong. (Monotonic clocks go right, as on a real machine.)"""
+@pytest.fixture
+def skewed(tmp_path):
+    """``skewed(600)``: an environment in which it is ten minutes later. Monotonic clocks go right, as they do on a
+    real machine."""
     libraries = glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")
     if not libraries:
         pytest.skip("needs libfaketime (Debian: apt install libfaketime)")
-    return {
-        "LD_PRELOAD": libraries[0],
-        "FAKETIME": f"{seconds:+d}s",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
+    # Debian 12's libfaketime (0.9.10) takes what Python's sleep() asks for, an absolute moment of the monotonic
+    # clock, for one of the false clock: EINVAL.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds) and None\n"
+    )
+
+    def make(seconds):
+        return {
+            "LD_PRELOAD": libraries[0],
+            "FAKETIME": f"{seconds:+d}s",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+            "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}",
+        }
+
+    return make
 
 
-def test_nodes_whose_clocks_are_ten_minutes_wrong(start_daemon, jobs, side, gates):
+def test_nodes_whose_clocks_are_ten_minutes_wrong(start_daemon, jobs, side, gates, skewed):
     """One is ahead, one is behind: what is due and what has expired is the database's decision."""
     daemons = [
         start_daemon(SHORT, name=name, env=skewed(skew)) for name, skew in (("ahead", 600), ("behind", -600))
