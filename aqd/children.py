@@ -6,9 +6,11 @@ that peek at one journal would both record.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ BACKOFF_FIRST_S = 0.1
 # nine kills in 40 s made outcomes wait in the channels until their leases had run out.)
 DISPATCHER_BACKOFF_MAX_S = 1.0
 API_BACKOFF_MAX_S = 30.0
+# After a kill -9 of a master, an API that was just being started holds the port until it notices.
+PORT_PATIENCE_S = 5.0
 # One that lived for this long starts with a clean slate.
 STABLE_S = 30.0
 # The dispatcher's main thread never waits for the database and reports every second.
@@ -150,11 +154,24 @@ class ApiChild:
         self.listener = socket.socket(family, socket.SOCK_STREAM)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self.listener.bind((config.api.host, config.api.port))
+            self._bind(config.api.host, config.api.port)
         except OSError:
             self.listener.close()
             raise
         self.listener.listen(1024)
+
+    def _bind(self, host: str, port: int) -> None:
+        deadline, said = boottime() + PORT_PATIENCE_S, False
+        while True:
+            try:
+                return self.listener.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or boottime() >= deadline:
+                    raise
+            if not said:
+                log.warning("api port is taken, waiting for it", port=port, seconds=PORT_PATIENCE_S)
+                said = True
+            time.sleep(0.05)
 
     def start(self) -> None:
         argv = process.python_argv(

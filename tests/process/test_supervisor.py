@@ -370,3 +370,20 @@ def catches_term(pid):
             caught = int(status.partition("SigCgt:\t")[2].partition("\n")[0], 16)
             return bool(caught >> (signal.SIGTERM - 1) & 1)
     return False
+
+
+def test_a_port_that_is_still_taken_is_waited_for(start_daemon):
+    """By an API whose master was killed just after it had started it: a restart must not fail for that."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        daemon = start_daemon({"api": {"port": port, "workers": 1}}, with_api=True, wait=False)
+        daemon.wait_for("api port is taken, waiting for it", port=port)
+    daemon.wait_state("running")
+
+
+def test_a_port_that_stays_taken_is_refused(start_daemon):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        daemon = start_daemon({"api": {"port": taken.getsockname()[1]}}, with_api=True, wait=False)
+        daemon.expected_exit = Exit.CONFIG
+        assert daemon.wait_exit() == Exit.CONFIG
+    assert "Address already in use" in "\n".join(daemon.output)
