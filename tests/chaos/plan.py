@@ -119,6 +119,8 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Draw]]] = {
     "quick": (30, lambda _: _draw("chaos", [])),
     "short": (25, lambda r: _draw("chaos", [{"sleep": round(r.uniform(0.005, 0.3), 3)}])),
     "long": (8, lambda r: _draw("chaos", [{"sleep": round(r.uniform(1, 4), 2)}])),
+    # Longer than most leases: while it runs the node has to keep its own, or to let go of it.
+    "lasting": (6, lambda r: _draw("chaos", [{"sleep": round(r.uniform(5, 12), 2)}])),
     "busy": (3, lambda r: _draw("chaos", [{"burn": round(r.uniform(0.05, 0.3), 3)}])),
     "coroutine": (6, lambda r: _draw("chaos_async", [{"sleep": round(r.uniform(0.01, 1), 3)}])),
     "delayed": (6, lambda r: _draw("chaos", [{"sleep": 0.02}], delay_s=round(r.uniform(0.2, 6), 2))),
@@ -233,7 +235,7 @@ def _job(rng: random.Random, number: int, at_s: float, kind: str) -> Job:
 
 # --- faults --------------------------------------------------------------------------------------
 
-# kind: weight, bounds of the duration (None: a moment's work). "freeze" takes its bounds from the lease.
+# kind: weight, bounds of the duration in seconds (None: a moment's work).
 FAULTS: dict[str, tuple[int, tuple[float, float] | None]] = {
     "kill worker": (16, None),
     "kill dispatcher": (6, None),
@@ -247,7 +249,7 @@ FAULTS: dict[str, tuple[int, tuple[float, float] | None]] = {
     "stop loader": (2, (0.1, 4.0)),
     "stop master": (2, (0.1, 4.0)),
     "stop api": (1, (0.1, 4.0)),
-    "freeze node": (1, (0.5, 1.6)),
+    "freeze node": (2, (0.5, 6.0)),
     "terminate backend": (6, None),
     "stop backend": (3, (0.5, 6.0)),
     "kill backend": (1, None),
@@ -266,6 +268,23 @@ FAULTS: dict[str, tuple[int, tuple[float, float] | None]] = {
     "hup": (3, None),
     "term": (2, (0.0, 2.0)),
 }
+# These can keep a node from its leases. Now and then they last longer than one.
+LONG_SHARE = 0.35
+HOLD_UPS = frozenset(
+    {
+        "stop worker",
+        "stop dispatcher",
+        "stop master",
+        "freeze node",
+        "stop backend",
+        "read-only server",
+        "silence",
+        "silent answers",
+        "silent requests",
+        "silent connection",
+        "refuse connections",
+    }
+)
 
 
 def _faults(rng: random.Random, plan: Plan, every_s: float) -> Iterator[Fault]:
@@ -277,8 +296,8 @@ def _faults(rng: random.Random, plan: Plan, every_s: float) -> Iterator[Fault]:
         kind = rng.choices(names, weights)[0]
         low, high = FAULTS[kind][1] or (0.0, 0.0)
         duration_s = rng.uniform(low, high)
-        if kind == "freeze node":
-            duration_s *= plan.lease_s
+        if kind in HOLD_UPS and rng.random() < LONG_SHARE:
+            duration_s = plan.lease_s * rng.uniform(0.9, 1.6)
         yield Fault(round(at_s, 3), kind, rng.randrange(plan.nodes), round(duration_s, 2), rng.random())
 
 
@@ -294,7 +313,7 @@ def draw(
     """The plan of ``seed``. What is not given is drawn too; the load is meant for two cores."""
     rng = random.Random(seed)
     drawn_nodes = rng.choice([1, 2, 4])
-    drawn_lease_s = float(rng.choice([6, 8, 12]))
+    drawn_lease_s = float(rng.choice([4, 6, 8, 12]))
     nodes = nodes or drawn_nodes
     plan = Plan(
         seed=seed,

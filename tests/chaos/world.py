@@ -22,7 +22,7 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 
 from aqd import control
-from aqd.errors import NotRunning
+from aqd.errors import Exit, NotRunning
 from tests.chaos.checks import Event
 from tests.chaos.plan import Plan
 from tests.chaos.watch import boottime_ns
@@ -107,6 +107,7 @@ class Node(Daemon):
         self.start_at = 0.0  # monotonic; when it may come up again
         self.leaving_until: float | None = None  # a stop in good order must be over by then
         self.starts = 0
+        self.started_ns = 0
 
     @property
     def up(self) -> bool:
@@ -219,6 +220,7 @@ class World:
     def _start(self, node: Node) -> None:
         node.start(wait=False)
         node.starts += 1
+        node.started_ns = boottime_ns()
         node.leaving_until = None
         self.sessions.append(node.pid)
 
@@ -250,7 +252,9 @@ class World:
                 continue
             if not node.killed and node.process is not None:
                 status = node.process.returncode
-                if node.leaving_until is None:
+                if status == Exit.LOADER and self._loader_was_hit(node):
+                    pass  # it says that it could not load anything, which was our doing
+                elif node.leaving_until is None:
                     self.wrong.append(f"{node.name} ended by itself with {status}:\n{node.tail(20)}")
                 elif status != 0:
                     self.wrong.append(f"{node.name} was stopped and ended with {status}:\n{node.tail(20)}")
@@ -258,6 +262,13 @@ class World:
             if now >= node.start_at:
                 node.killed = False
                 self._start(node)
+
+    def _loader_was_hit(self, node: Node) -> bool:
+        return any(
+            event.kind in ("kill loader", "stop loader")
+            and event.touches(node.name, node.started_ns, boottime_ns())
+            for event in self.events
+        )
 
     def stop_allowance_s(self) -> float:
         """A stop in good order: drain, grace, the time for outcomes; and as much again for the machine."""
