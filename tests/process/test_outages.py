@@ -3,6 +3,7 @@ the daemon goes on by itself afterwards, loses no outcome, sleeps through no job
 """
 
 import contextlib
+import random
 import signal
 import socket
 import time
@@ -132,6 +133,16 @@ def test_a_job_that_comes_while_the_claimer_asks(start_daemon, jobs):
             second = jobs.add(queue="other")
         began = time.monotonic()
         assert jobs.wait_all([first, second], 20) == {"COMPLETED": 2}
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_job_that_comes_while_the_claimer_falls_asleep(start_daemon, jobs):
+    """Between and during the statements with which it goes to sleep, one after the other."""
+    start_daemon(ASLEEP)
+    for _ in range(40):
+        time.sleep(random.uniform(0, 0.015))  # the moment that is tried
+        began = time.monotonic()
+        assert jobs.wait(jobs.add(type="echo"), timeout_s=30)["state"] == "COMPLETED"
         assert time.monotonic() - began < 5.0
 
 
