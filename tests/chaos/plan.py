@@ -297,7 +297,7 @@ def _faults(rng: random.Random, plan: Plan, every_s: float) -> Iterator[Fault]:
         low, high = FAULTS[kind][1] or (0.0, 0.0)
         duration_s = rng.uniform(low, high)
         if kind in HOLD_UPS and rng.random() < LONG_SHARE:
-            duration_s = plan.lease_s * rng.uniform(0.9, 1.6)
+            duration_s = plan.lease_s + rng.uniform(-1, 6)
         yield Fault(round(at_s, 3), kind, rng.randrange(plan.nodes), round(duration_s, 2), rng.random())
 
 
