@@ -7,7 +7,8 @@ connection for good. Migrations are ``sql/migrations/NNNN_name.sql``, each with 
 Promises: all pending files are applied in *one* transaction under an advisory lock that ends with it, so
 that any number of starters may race on an empty database and a kill at any moment leaves the old
 schema or the new one. The bookkeeping table is made inside the lock too, because ``if not exists`` is not
-safe against a second session. Applied files never change: checksums are compared.
+safe against a second session. Applied files never change: checksums are compared. While a long transaction (a
+dump) is in the way, running nodes are held up for a second or two at a time, not until it ends.
 
 Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files; the message says which and
 what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too long).
@@ -15,11 +16,11 @@ what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too
 
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import psycopg
 
@@ -27,7 +28,14 @@ from aqd.database import ADVISORY_CLASS, ADVISORY_MIGRATION, Connection, run
 from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch
 from aqd.paths import data_dir
 
+# How long a migrator tries: another one may be at work, or a long transaction in the tables.
 LOCK_WAIT_S: Final = 60
+# How long it waits for one table at a time. Whoever wants the table meanwhile, also to read, queues behind it; at
+# a stretch that must cost no running node a lease. In the pauses the nodes go on.
+TABLE_WAIT_S: Final = 1.0
+TABLE_PAUSE_S: Final = 1.0
+
+R = TypeVar("R")
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _KIND = re.compile(r"-- aqd: (online|breaking)\n")
@@ -137,31 +145,38 @@ def migrate(conn: Connection, directory: Path | None = None) -> list[Migration]:
     aqd does not understand, and leaves it untouched.
     """
     files = load_files(directory)
-    with _locked(conn):
-        return _apply(conn, files)
+    return _locked(conn, lambda: _apply(conn, files))
 
 
 def reset(conn: Connection, directory: Path | None = None) -> None:
     """Drop everything of aqd, jobs included, and set the schema up anew, in one transaction."""
     files = load_files(directory)
-    with _locked(conn):
+
+    def again() -> None:
         run(conn, "drop_schema")
         _apply(conn, files)
 
+    _locked(conn, again)
 
-@contextmanager
-def _locked(conn: Connection) -> Iterator[None]:
-    """A transaction that only one migrator can be in."""
-    try:
-        with conn.transaction():
-            run(conn, "limit_migration", lock_timeout=f"{LOCK_WAIT_S}s")
-            run(conn, "lock_migrations", **{"class": ADVISORY_CLASS, "what": ADVISORY_MIGRATION})
-            yield
-    except psycopg.errors.LockNotAvailable as error:
-        raise DatabaseUnavailable(
-            f"the migration waited {LOCK_WAIT_S} s for a lock and gave up: another 'aqd db migrate' is at "
-            f"work, or a long transaction uses the tables ({error.diag.message_primary})"
-        ) from error
+
+def _locked(conn: Connection, work: Callable[[], R]) -> R:
+    """``work()`` in a transaction that only one migrator can be in."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        left = max(deadline - time.monotonic(), 0.01)
+        try:
+            with conn.transaction():
+                run(conn, "limit_migration", lock_timeout=f"{round(left * 1000)}ms")
+                run(conn, "lock_migrations", **{"class": ADVISORY_CLASS, "what": ADVISORY_MIGRATION})
+                run(conn, "limit_migration", lock_timeout=f"{round(TABLE_WAIT_S * 1000)}ms")
+                return work()
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+            if time.monotonic() + TABLE_PAUSE_S >= deadline:
+                raise DatabaseUnavailable(
+                    f"the migration waited {LOCK_WAIT_S} s for a lock and gave up: another 'aqd db migrate' is at "
+                    f"work, or a long transaction uses the tables ({error.diag.message_primary})"
+                ) from error
+        time.sleep(TABLE_PAUSE_S)
 
 
 def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:

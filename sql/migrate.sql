@@ -5,7 +5,7 @@
 select pg_advisory_xact_lock(:class::integer, :what::integer)
 
 -- name: limit_migration :exec
--- A bound on waiting for the lock above and for tables; no bound on the work itself, which may be long.
+-- A bound on waiting for the lock above, then for tables; no bound on the work itself, which may be long.
 select set_config('lock_timeout', :lock_timeout::text, true), set_config('statement_timeout', '0', true)
 
 -- name: create_migrations_schema :exec

@@ -213,6 +213,33 @@ def test_waits_for_another_migrator_with_a_bound(
     assert migrate.migrate(conn)
 
 
+def test_a_long_reader_in_the_way_does_not_hold_up_the_nodes(
+    empty_database_url: str, conn: database.Connection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who waits for an exclusive lock has all the others wait behind it: a dump of a minute would cost leases."""
+    monkeypatch.setattr(migrate, "TABLE_WAIT_S", 0.3)
+    migrate.migrate(conn)
+    online = """
+        alter table aqd.failed_jobs add column more text;
+        alter table aqd.jobs add column more text;
+    """
+    folder = further(tmp_path, f"-- aqd: online\n{online}")
+    with psycopg.connect(empty_database_url) as reader, psycopg.connect(empty_database_url) as node:
+        reader.execute("select from aqd.jobs")
+        thread = threading.Thread(target=migrate.migrate, args=(conn, folder), daemon=True)
+        thread.start()
+        waiting = "select from pg_locks where relation = 'aqd.jobs'::regclass and not granted"
+        for _ in range(2):  # and it tries again
+            wait_until(lambda: reader.execute(waiting).fetchone() is not None)
+            node.execute("set lock_timeout = '5s'; select from aqd.jobs; select from aqd.failed_jobs")
+            node.rollback()
+            assert thread.is_alive()
+        reader.rollback()
+        thread.join(15)
+        assert not thread.is_alive()
+    assert migrate.migrate(conn, folder) == []
+
+
 def test_reset(conn: database.Connection) -> None:
     migrate.migrate(conn)
     conn.execute("select aqd.enqueue('noop')")
