@@ -14,6 +14,7 @@ from rich.table import Table
 
 from aqd import __version__
 from tests.chaos.storm import Result
+from tests.chaos.world import FAKETIME
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,9 @@ def show(console: Console, results: Sequence[Result], minutes: float, about: str
     for name in ("cancelled", "submissions without an answer", "helpers", "starts of nodes"):
         table.add_row(name, str(figures[name]), "")
     table.add_row("faults", str(sum(faults.values())), _counts(faults))
+    idle = sum((result.idle_faults for result in results), Counter())
+    without = "" if FAKETIME else " (clock steps are skipped: libfaketime is not installed)"
+    table.add_row("faults that found nothing to hit", str(sum(idle.values())), _counts(idle) + without)
     explained: Counter[str] = Counter()
     for result in results:
         for name, texts in result.explained.items():

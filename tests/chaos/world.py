@@ -32,7 +32,8 @@ from tests.fixtures.postgres import LocalPostgres, free_port
 from tests.fixtures.proxy import Proxy
 
 PLUGIN = Path(__file__).parent / "plugins" / "chaos.py"
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+# Debian's libfaketime, whatever the architecture; None: clocks are not stepped.
+FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 # Completed jobs, and attempts that ended otherwise, as one node has written them.
 _COUNTED = ("failed", "discarded", "crashed", "timed_out", "cancelled")
 _COUNTS = """
@@ -192,7 +193,7 @@ class World:
 
     def _clock(self, name: str) -> dict[str, str]:
         """The environment of a node whose wall clock can be stepped."""
-        if not (self.plan.clock and FAKETIME.exists()):
+        if not self.plan.clock or FAKETIME is None:
             return {}
         file = self.clock_files[name] = self.directory / f"{name}.clock"
         file.write_text("+0s\n")
