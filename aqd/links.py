@@ -96,7 +96,10 @@ class Link:
     adopted: bool = False
     exited: messages.Exited | None = None
     settling: bool = False
-    exhausted: bool = False  # it is given nothing more, a successor is on its way
+    ordered: bool = False  # the master has been asked for a successor
+    exhausted: bool = False  # it is given nothing more, its successor is on its way
+    exhausted_at: float = 0.0
+    overtime: bool = False  # its successor does not come: it serves on
     noted: int = 0  # the sequence of the last note of progress that was stored
     journal: Journal = field(init=False)
     notes: deque[Note] = field(default_factory=deque)

@@ -6,11 +6,13 @@ worker that has run nothing yet; if there is none, the least busy worker is give
 its successor ready.
 
 Promises: nothing is given whose lease is not certain for longer than a worker needs to be killed; what no worker
-becomes free for is given back with its attempt, so that another node may run it.
+becomes free for is given back with its attempt, so that another node may run it; a job runs by what the present
+generation's handlers say. A worker is given no more jobs than it may run, unless its successor does not come.
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from math import inf
 from typing import Final
 
 from aqd import messages
@@ -27,6 +29,10 @@ from aqd.process import boottime, boottime_ns
 READY_LIMIT_S: Final = 0.5
 # One-shot jobs wait for a process to be made, which may have slow hooks.
 FRESH_LIMIT_S: Final = 10.0
+# A worker that is used up and whose successor does not come serves on: the loader may be gone for long.
+SUCCESSOR_LIMIT_S: Final = 10.0
+# The successor of a worker that may run n jobs is ordered when n / 10 are left.
+ORDER_AHEAD: Final = 10
 
 
 class Stock:
@@ -59,25 +65,41 @@ class Stock:
     # --- coming in
 
     def serve(self, handlers: dict[str, HandlerInfo]) -> None:
+        """From now on these; what waits is sorted again, what no handler is left for is given back."""
         self.handlers = handlers
         self.estimates.keep(handlers)
+        waiting = [(held, held.job) for held in self if held.job is not None]
+        self._ready.clear()
+        self._single.clear()
+        for held, job in sorted(waiting, key=lambda each: (-each[1].priority, each[1].run_at_us, each[1].id)):
+            if job.type in handlers:
+                self._limit(held, job)
+                self.add(held)
+            else:
+                self._release(held, "not begun")
 
     def claimed(self, job: ClaimedJob, certain_ns: int) -> Held:
-        """What the node holds of a claimed job: with its own limits, else its handler's, else the configuration's."""
+        """What the node holds of a claimed job."""
+        held = Held(job.id, job.token, job.attempt, certain_ns, job)
+        self._limit(held, job)
+        held.payload_bytes = len(job.payload if job.payload.isascii() else job.payload.encode())
+        return held
+
+    def _limit(self, held: Held, job: ClaimedJob) -> None:
+        """The job's own limits, else its handler's, else the configuration's."""
         handler, defaults = self.handlers.get(job.type), self.config.jobs
         limit_s = job.timeout_s or (handler and handler.timeout_s) or defaults.timeout_s
         memory_mb = (handler and handler.memory_limit_mb) or defaults.memory_limit_mb
-        held = Held(job.id, job.token, job.attempt, certain_ns, job)
         held.limit_ns = int(limit_s * 1e9)
         held.memory_kb = memory_mb * 1024
         held.max_attempts = job.max_attempts or (handler and handler.max_attempts) or defaults.max_attempts
         held.flags = Flag.DETACH if handler and handler.detach else Flag.NONE
-        held.payload_bytes = len(job.payload if job.payload.isascii() else job.payload.encode())
-        return held
 
     def add(self, held: Held, *, first: bool = False) -> None:
-        """``first``: before the others, because it has waited already."""
+        """``first``: before the others, because it has waited already (perhaps since an older generation)."""
         assert held.job is not None
+        if first:
+            self._limit(held, held.job)
         handler = self.handlers.get(held.job.type)
         row = self._single if handler is not None and handler.one_shot else self._ready
         if first:
@@ -115,6 +137,7 @@ class Stock:
         for link in sorted(links, key=lambda item: item.load_ns):
             if not self._ready:
                 return
+            self._order_in_time(link)
             room = self._room(link)
             if link.exhausted or link.recalling or room < 1:
                 continue
@@ -131,11 +154,13 @@ class Stock:
             if jobs:
                 self._last_given = boottime()
                 self._send(link, jobs)
-                if self._room(link) < 1 and self.config.daemon.max_jobs_per_worker:
-                    self._exhaust_used_up(link)
+                self._order_in_time(link)
 
     def demand(self, links: Collection[Link]) -> int:
         """How many jobs to claim now."""
+        for link in links:
+            if link.exhausted and not link.held and boottime() >= link.exhausted_at + SUCCESSOR_LIMIT_S:
+                link.exhausted, link.overtime = False, True
         usable = [link for link in links if not link.exhausted]
         idle = sum(1 for link in usable if not link.unfinished)
         if not idle and boottime() >= self._last_given + READY_LIMIT_S:
@@ -145,18 +170,28 @@ class Stock:
         )
 
     def _room(self, link: Link) -> int:
-        most = self.config.daemon.max_jobs_per_worker
+        most = 0 if link.overtime else self.config.daemon.max_jobs_per_worker
         room = link.room()
         return min(room, most - link.page.written) if most else room
 
-    def _exhaust_used_up(self, link: Link) -> None:
-        if link.page.written >= self.config.daemon.max_jobs_per_worker:
-            self._exhaust(link)
+    def _order_in_time(self, link: Link) -> None:
+        """Of a worker that will soon have run as many jobs as it may; also one that a predecessor gave its last."""
+        if most := self.config.daemon.max_jobs_per_worker:
+            if link.page.written >= most and not link.overtime:
+                self._exhaust(link)
+            elif link.page.written >= most - most // ORDER_AHEAD:
+                self._order(link)
 
     def _exhaust(self, link: Link) -> None:
         """Nothing more for this worker; its successor is made ready meanwhile."""
-        link.exhausted = True
-        self._tell(messages.Recycle(link.incarnation))
+        if not link.exhausted:
+            link.exhausted, link.overtime, link.exhausted_at = True, False, boottime()
+        self._order(link)
+
+    def _order(self, link: Link) -> None:
+        if not link.ordered:
+            link.ordered = True
+            self._tell(messages.Recycle(link.incarnation))
 
     def _give_single(self, links: Collection[Link], fresh_ns: int) -> None:
         fresh = [link for link in links if not link.page.written and not link.exhausted]
@@ -167,8 +202,11 @@ class Stock:
                 link = fresh.pop()
                 self._send(link, jobs)
                 self._exhaust(link)
+                link.exhausted_at = inf  # it ends with the job, whether a successor comes or not
         coming = sum(1 for link in links if link.exhausted)
-        used = sorted((link for link in links if not link.exhausted), key=lambda item: item.load_ns)
+        used = sorted(
+            (link for link in links if not (link.exhausted or link.overtime)), key=lambda item: item.load_ns
+        )
         for link in used[: max(0, len(self._single) - coming)]:
             if link.page.written:
                 self._exhaust(link)

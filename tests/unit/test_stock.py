@@ -14,7 +14,7 @@ from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.page import Flag, Page
 from aqd.process import boottime, boottime_ns
-from aqd.stock import FRESH_LIMIT_S, READY_LIMIT_S, Stock
+from aqd.stock import FRESH_LIMIT_S, READY_LIMIT_S, SUCCESSOR_LIMIT_S, Stock
 
 HANDLERS = {
     "noop": HandlerInfo(type="noop", plugin="p"),
@@ -160,6 +160,97 @@ def test_a_worker_gets_no_more_jobs_than_it_may_run(world: Callable[..., World])
     here.give()
     assert ids(link) == [1, 2, 3]
     assert here.recycled() == [link.incarnation]
+
+
+def test_the_successor_is_ordered_before_the_last_job_is_given(world: Callable[..., World]) -> None:
+    here = world(max_jobs_per_worker=20, frame_ms=0)
+    link = here.worker()
+    here.add("noop", 30)
+    for number in range(30):
+        here.give()
+        assert here.recycled() == ([link.incarnation] if number >= 17 else [])
+        if number in link.held:
+            link.recorded(number)
+    assert link.page.written == 20
+    assert link.exhausted
+
+
+def test_a_worker_that_a_predecessor_gave_its_last_job_is_replaced(world: Callable[..., World]) -> None:
+    """That one may have died before it asked for the successor."""
+    here = world(max_jobs_per_worker=2)
+    link = here.worker()
+    link.page.write([(1, 1, 1, 0, 0, 0)] * 2)
+    here.add("noop")
+    here.give()
+    assert ids(link) == []
+    assert here.recycled() == [link.incarnation]
+    assert here.stock.demand(here.links) == 0
+
+
+@pytest.mark.parametrize("why", ["noop", "alone"])
+def test_a_worker_whose_successor_does_not_come_serves_on(world: Callable[..., World], why: str) -> None:
+    here = world(max_jobs_per_worker=3 if why == "noop" else 0)
+    link = here.worker()
+    link.page.write([(1, 1, 1, 0, 0, 0)] * 3)
+    here.add(why)
+    here.give()
+    here.stock.release_all("tests")
+    assert link.exhausted
+    assert here.stock.demand(here.links) == 0
+    link.exhausted_at -= SUCCESSOR_LIMIT_S
+    assert here.stock.demand(here.links) == 1
+    for number in range(3, 6):
+        here.add("noop")
+        here.give()
+        assert len(link.held) == 1
+        link.recorded(number)
+    # It was ordered, and is still wanted.
+    assert here.recycled() == [link.incarnation]
+
+
+def test_a_worker_that_was_given_a_one_shot_job_gets_nothing_more(world: Callable[..., World]) -> None:
+    here = world()
+    link = here.worker()
+    here.add("alone")
+    here.give()
+    link.recorded(0)
+    here.add("noop")
+    assert here.stock.demand(here.links) == 0
+    here.give()
+    assert ids(link) == []
+
+
+def test_what_waits_follows_the_handlers_of_the_next_generation(world: Callable[..., World]) -> None:
+    here = world()
+    here.add("alone")
+    noop, hungry = here.add("noop")[0], here.add("hungry")[0]
+    gone = here.add("noop")[0]
+    gone.job = gone.job._replace(type="gone") if gone.job else None
+    here.stock.serve(
+        {
+            "noop": HandlerInfo(type="noop", plugin="p", one_shot=True, memory_limit_mb=8),
+            "hungry": HandlerInfo(type="hungry", plugin="p", timeout_s=3),
+            "alone": HandlerInfo(type="alone", plugin="p"),
+        }
+    )
+    assert [id for id, _ in here.released] == [gone.id]
+    assert (noop.memory_kb, hungry.limit_ns, hungry.memory_kb, hungry.flags) == (8192, 3_000_000_000, 0, 0)
+    first, second = here.worker(), here.worker()
+    here.give()
+    assert sorted(map(ids, (first, second))) == [[1], [2]]  # the one-shot job alone, and not with the others
+    single = first if ids(first) == [2] else second
+    assert single.exhausted
+
+
+def test_what_comes_back_from_an_older_generation_gets_the_present_limits(
+    world: Callable[..., World],
+) -> None:
+    here = world()
+    held = here.add("hungry")[0]
+    here.stock.remove(held)
+    here.stock.serve({"hungry": HandlerInfo(type="hungry", plugin="p", memory_limit_mb=8)})
+    here.stock.add(held, first=True)
+    assert (held.memory_kb, held.flags) == (8192, Flag.NONE)
 
 
 def test_what_no_worker_becomes_free_for_is_given_back(world: Callable[..., World]) -> None:
