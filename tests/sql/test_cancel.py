@@ -557,3 +557,12 @@ def test_few_grants_are_enough(queue: Queue, connect: Connect) -> None:
     finally:
         admin.execute(f"drop owned by {role}")
         admin.execute(f"drop role {role}")
+
+
+def test_what_runs_with_its_owners_rights_is_nobody_elses(queue: Queue) -> None:
+    """As the trigger of a stranger's table it would remove our jobs and write history."""
+    found = queue.conn.execute(
+        """select p.proname, has_function_privilege('public', p.oid, 'execute')
+           from pg_proc p where p.pronamespace = 'aqd'::regnamespace and p.prosecdef"""
+    ).fetchall()
+    assert found == [("end_cancelled", False)]
