@@ -44,6 +44,8 @@ OUTPUT_KEPT, OUTPUT_MAX = 128 << 10, 1 << 20
 OUTPUT_LOOK_S, SLOW_LOOK_S = 0.2, 1.0
 # A job with a limit is announced before it is written into the page; by then it stands there or never will.
 WATCH_S = 0.5
+# Both ask a worker for something, and are the death of a program that does not know them.
+_ASKING = (STOP_SIGNAL, DUMP_SIGNAL)
 # Of the output of a worker that ended without ever having had a job, so much goes into the log.
 _LAST_WORDS = 500
 
@@ -214,8 +216,13 @@ class Crew:
                 self._exited(seat, status, usage)
                 return
         now = boottime()
-        # Not for ever: the number of a long gone orphan may become a worker's.
-        self._unmatched = {p: kept for p, kept in self._unmatched.items() if kept[2] > now - _UNMATCHED_S}
+        # Not for ever: the number of a long gone orphan may become a worker's. The oldest come first. (Looking at
+        # all of them for each took the master 5 s when 10,000 forks of a killed job came to it together.)
+        while (
+            self._unmatched and self._unmatched[first := next(iter(self._unmatched))][2] <= now - _UNMATCHED_S
+        ):
+            del self._unmatched[first]
+        self._unmatched.pop(pid, None)
         self._unmatched[pid] = (status, usage, now)
 
     def before_reaping(self, pid: int) -> None:
@@ -224,7 +231,11 @@ class Crew:
             self._kill_group(pid)
 
     def _exited(self, seat: Seat, status: ExitStatus, usage: Usage) -> None:
+        current = seat.page.current()
         reason, number = seat.killed or (StopReason.NONE, -1)
+        if not reason and seat.stop and seat.stop.number == current and status.signal in _ASKING:
+            # Its job has taken our handlers away, perhaps by an exec: to be asked was its death.
+            reason, number = seat.stop.reason, current
         oom = not reason and status.signal == signal.SIGKILL and self._oom.explains_death(boottime())
         seat.exited = messages.Exited(
             seat.incarnation,
@@ -241,7 +252,6 @@ class Crew:
         expected = worker is not None and (
             worker.recycle or worker.state in (slots.State.LEAVING, slots.State.CLOSING)
         )
-        current = seat.page.current()
         if seat.pid is not None:
             self.worker_died(seat.pid, seat.incarnation, expected and status.ok and current < 0)
         if not (expected and status.ok):
@@ -365,8 +375,7 @@ class Crew:
             match step:
                 case limits.Soft(number, reason):
                     seat.page.request_stop(number, reason)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(seat.pid, STOP_SIGNAL)
+                    _signal(seat.pid, STOP_SIGNAL)
                 case limits.Dump(number):
                     self._dump(seat, number)
                 case limits.Hard(number, reason):
@@ -383,25 +392,25 @@ class Crew:
     def _kill(self, seat: Seat, number: int, reason: StopReason, detail: str = "") -> None:
         assert seat.pid is not None
         if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=self._kill_group):
-            seat.killed, seat.detail = (reason, number), detail
-            job = str(seat.page.entry(number).job_id)
-            more = {"detail": detail} if detail else {}
-            log.warning(
-                "worker killed",
-                slot=seat.slot,
-                child=seat.pid,
-                job_id=job,
-                reason=reason.name.lower(),
-                **more,
-            )
+            level, event = "warning", "worker killed"
+        elif seat.page.current() == number and not process.may_signal(seat.pid):
+            # By a job that has become somebody else: nothing is left but to wait for its end, and to say so.
+            level, event = "error", "worker cannot be killed"
+        else:
+            return
+        seat.killed, seat.detail = (reason, number), detail
+        job = str(seat.page.entry(number).job_id)
+        more = {"detail": detail} if detail else {}
+        getattr(log, level)(
+            event, slot=seat.slot, child=seat.pid, job_id=job, reason=reason.name.lower(), **more
+        )
 
     @staticmethod
     def _dump(seat: Seat, number: int) -> None:
         """Its stacks, into its output. A handler may have taken the signal's handler away: then not."""
         assert seat.pid is not None
         if seat.page.current() == number and process.catches(seat.pid, DUMP_SIGNAL):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(seat.pid, DUMP_SIGNAL)
+            _signal(seat.pid, DUMP_SIGNAL)
 
     def _look_at_memory(self, seat: Seat, now: float) -> float | None:
         """Hold the worker to the limit of the job that it is on; when to look again, None for the tick."""
@@ -419,15 +428,22 @@ class Crew:
             return seat.look_at
         if seat.watch_until is None:
             seat.watch_until = now  # seen without having been announced: by a dispatcher that has died since
-        left_kb = max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0  # by earlier jobs
+        began = boottime()
+        left_kb = (
+            max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0
+        )  # by hooks and earlier jobs
+        if page.started == 1:
+            seat.meter.hooks_kb = max(seat.meter.hooks_kb, left_kb)
         used_kb = max(0, self._used_kb(seat, (limit_kb or smallest_kb) + left_kb) - left_kb)
-        if left_kb > smallest_kb:
+        if left_kb - seat.meter.hooks_kb > smallest_kb:
             self.plan.recycle(seat.incarnation)  # or what each leaves would add up without a limit
         if limit_kb and used_kb > limit_kb and not page.returned(number):
             detail = f"used {used_kb >> 10} MiB of {limit_kb >> 10} MiB"
             self._kill(seat, number, StopReason.MEMORY, detail)
         room_kb = 0 if seat.meter.unsure else (limit_kb or smallest_kb) - used_kb
-        seat.look_at = boottime() + memory.pause_s(min(room_kb, smallest_kb))
+        # A look at thousands of forks takes long itself (60 µs each): the others' limits must be met, too.
+        ended = boottime()
+        seat.look_at = ended + max(memory.pause_s(min(room_kb, smallest_kb)), 2 * (ended - began))
         return seat.look_at
 
     def _used_kb(self, seat: Seat, limit_kb: int) -> int:
@@ -435,19 +451,24 @@ class Crew:
         taken, length = process.allocated(seat.output_fd)
         written = max(0, length - seat.page.output_at)  # by this job; the rest is its predecessors'
         if taken > OUTPUT_MAX:
-            process.punch_hole(seat.output_fd, OUTPUT_KEPT)
+            self._cut_output(seat)
         # The loader, and the other workers of its generation.
         sharers = sum(s.generation == seat.generation and s.living for s in self.seats.values())
         return seat.meter.used_kb(limit_kb, max(sharers, 1)) + (min(taken, written) >> 10)
 
     @staticmethod
+    def _cut_output(seat: Seat) -> None:
+        with contextlib.suppress(OSError):  # sealed by a job: then it does not grow, and its worker leaves
+            process.punch_hole(seat.output_fd, OUTPUT_KEPT)
+
+    @staticmethod
     def _rebase(seat: Seat) -> None:
         """What the worker has before its first job is not a job's: the image, and what its start hooks load."""
         if seat.meter is not None and seat.page.started == 0:
-            before = seat.meter.baseline_kb
+            before = seat.meter.baseline_kb, seat.meter.hooks_kb
             seat.meter.rebase()
             if seat.page.started:  # it has begun meanwhile
-                seat.meter.baseline_kb = before
+                seat.meter.baseline_kb, seat.meter.hooks_kb = before
 
     def _look_slowly(self, now: float) -> None:
         """What need not be looked at in every turn."""
@@ -455,7 +476,7 @@ class Crew:
             self._next_output_look = now + OUTPUT_LOOK_S
             for seat in self.seats.values():
                 if process.allocated(seat.output_fd)[0] > OUTPUT_MAX:
-                    process.punch_hole(seat.output_fd, OUTPUT_KEPT)
+                    self._cut_output(seat)
         if now < self._next_slow_look:
             return
         self._next_slow_look = now + SLOW_LOOK_S
@@ -471,7 +492,8 @@ class Crew:
         worker = self.plan.worker(seat.incarnation)
         if worker is None or worker.recycle or worker.state is not slots.State.SERVING:
             return
-        used_kb = self._used_kb(seat, self.recycle_memory_kb)
+        hooks_kb = seat.meter.hooks_kb if seat.meter is not None else 0
+        used_kb = self._used_kb(seat, self.recycle_memory_kb + hooks_kb) - hooks_kb
         if used_kb > self.recycle_memory_kb:
             log.info("worker is recycled", slot=seat.slot, child=seat.pid, used_mb=used_kb >> 10)
             self.plan.recycle(seat.incarnation)
@@ -524,6 +546,11 @@ class Crew:
         """Of all workers that are not known to have ended, also where only the page names them yet."""
         seats = [seat for seat in self.seats.values() if seat.exited is None]
         return {pid for seat in seats for pid in (seat.pid, seat.page.pid) if pid}
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def _last_words(output_fd: int) -> str:

@@ -266,6 +266,17 @@ def signal_group(leader: int, sig: int) -> bool:
     return reached
 
 
+def may_signal(pid: int) -> bool:
+    """Not if it has become somebody else: by exec of a program that changes its user (sudo), or by setuid(2)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
+
+
 def catches(pid: int, sig: int) -> bool:
     """Whether that process has a handler for ``sig``: without one, a real-time signal would be its death."""
     try:
@@ -291,11 +302,11 @@ def while_stopped(
 
     Returns whether it was killed; a process that is already gone counts as not killed. A process that
     does not stop within ``wait_s`` (uninterruptible sleep) is judged as it is: it executes nothing.
-    ``kill(pid)`` does the killing.
+    ``kill(pid)`` does the killing. One that may not be signalled (:func:`may_signal`) is not looked at.
     """
     try:
         os.kill(pid, signal.SIGSTOP)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return False
     deadline = boottime() + wait_s
     while True:
@@ -317,7 +328,8 @@ def while_stopped(
         if killing:
             kill(pid)
         else:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
     return killing
 
 

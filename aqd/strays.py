@@ -69,8 +69,12 @@ def look(pid: int) -> Process | None:
 
 
 def table() -> Iterator[Process]:
-    """All living processes."""
-    for name in os.listdir("/proc"):
+    """All living processes; none if the machine is out of descriptors."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return
+    for name in names:
         if name.isdigit() and (process := look(int(name))) is not None:
             yield process
 
