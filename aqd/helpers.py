@@ -40,6 +40,10 @@ class Helpers:
         """What runs now is no job's."""
         self._before = set(_children())
 
+    def standing(self) -> set[int]:
+        """Those that are not the next job's."""
+        return self._before | self._detached
+
     @contextlib.contextmanager
     def marked_detached(self) -> Iterator[None]:
         """Around a job whose helpers may stay: whoever finds them later knows by their environment."""

@@ -5,8 +5,8 @@ limit (:func:`pause_s`). A look at a worker without helpers costs about 60 µs.
 
 Counted are the anonymous, shared-memory and swapped pages of the worker and all its descendants. Not counted
 is what the worker had before its first job: the loader's image, which all workers of a generation share, and
-what its start hooks loaded (:meth:`Meter.rebase`). Nor is it the present job's use what earlier ones have left in
-the worker: what it held when the job began stands in its page. Three things would be counted that take no memory:
+what its start hooks loaded (:meth:`Meter.rebase`). Nor is it the present job's use what earlier ones have left, or
+what helpers hold that hooks have started or that may stay: all that was held when the job began stands in the page. Three things would be counted that take no memory:
 
 * a descendant that is a plain fork of the worker has the worker's pages, too: as long as the cheap sum is above
   the limit, the kernel's proportional figures are asked as well (``smaps_rollup``, 13 ms for 1 GiB), in which a
@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 from collections import deque
+from collections.abc import Iterable
 
 # The fastest growth that a limit is promised for, in KiB per second.
 RATE_KB_S = 1 << 20
@@ -104,13 +105,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def held_kb() -> int:
-    """What this process holds itself."""
-    return figures_kb(_read("/proc/self/status"))
+def held_kb(helpers: Iterable[int] = ()) -> int:
+    """What this process and these children of it with all of theirs hold."""
+    own_kb = total = figures_kb(_read("/proc/self/status"))
+    stack = start_stack(_read("/proc/self/stat")) if helpers else 0
+    for helper in helpers:
+        for pid in (helper, *descendants(helper)):
+            kb = figures_kb(_read(f"/proc/{pid}/status"))
+            # A fork has our pages, too; what it has beyond them is its own.
+            total += max(0, kb - own_kb) if start_stack(_read(f"/proc/{pid}/stat")) == stack else kb
+    return total
 
 
 class Meter:
-    """Measures one worker. ``baseline_kb`` is what it had at the last :meth:`rebase`."""
+    """Measures one worker. ``baseline_kb`` is what it had at the last :meth:`rebase`, ``hooks_kb`` what its helpers had:
+    that is in :meth:`used_kb`, but recycling would not help against it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -118,12 +127,14 @@ class Meter:
         self.unsure = False  # a fork was left out of the last figure: look again soon
         self._stack = 0
         self._forks: frozenset[int] = frozenset()
+        self.hooks_kb = 0
         self.rebase()
 
     def rebase(self) -> None:
         """What the worker has now is nobody's. For one that has not begun a job."""
         self._stack = start_stack(_read(f"/proc/{self.pid}/stat"))
         self.baseline_kb = figures_kb(_read(f"/proc/{self.pid}/status"))
+        self.hooks_kb = sum(figures_kb(_read(f"/proc/{pid}/status")) for pid in descendants(self.pid))
 
     def used_kb(self, limit_kb: int, sharers: int = 1) -> int:
         """KiB in use. ``sharers``: how many other processes have the worker's image. The exact figure is worked

@@ -29,8 +29,8 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   room in its channel, which is not the job's time.
 * ``cpu_at``, ``output_at``: what the process had used, and written to its output, when the entry began; stored
   before ``started``. With them an attempt is accounted for after the worker's death.
-* ``memory_at``: what the process held (:func:`aqd.memory.held_kb`) when the present entry began, if that has a memory
-  limit: what earlier jobs have left there is not its use.
+* ``memory_at``: what the process and its helpers held (:func:`aqd.memory.held_kb`) when the present entry began, if that
+  has a memory limit: what hooks have started and earlier jobs have left is not its use.
 * the note: what the handler reports of its progress. ``note_sequence`` is odd while it is written; a reader that
   meets an odd or a changed one reads again another time.
 * ``skip_from … skip_to``: a recall. The master wrote it while the worker was stopped; the worker passes
@@ -43,7 +43,7 @@ All moments are CLOCK_BOOTTIME in nanoseconds; limit 0 means none.
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Final
@@ -253,13 +253,16 @@ class Page:
 
     @property
     def memory_at_kb(self) -> int:
-        """What the worker held when the present entry began; only for an entry with a memory limit."""
+        """What the worker and its helpers held when the present entry began; only for an entry with a memory limit."""
         return self._words[28]
 
-    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
-        """The worker begins entry ``number``. The order matters: see the module's header."""
+    def begin(
+        self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0, helpers: Iterable[int] = ()
+    ) -> None:
+        """The worker begins entry ``number``; ``helpers``: those that are not its own. The order matters: see the
+        module's header."""
         words = self._words
-        words[28] = memory.held_kb() if words[_row(number) + _MEMORY_LIMIT] else 0  # 40 µs
+        words[28] = memory.held_kb(helpers) if words[_row(number) + _MEMORY_LIMIT] else 0  # 40 µs
         words[22] = cpu_us
         words[23] = output_at
         words[19] = now_ns
