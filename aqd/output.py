@@ -14,6 +14,7 @@ truncates its output does not hurt the next one; reading takes at most :data:`LI
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import io
 import os
 import sys
@@ -148,9 +149,17 @@ class Streams:
         """Length of the output so far (0.4 µs; the descriptor appends, so where it stands matters to nobody)."""
         return os.lseek(self.output_fd, 0, os.SEEK_END)
 
+    def spoiled(self) -> bool | None:
+        """Whether a job has sealed it: nothing more can be written, or given back. None: our descriptor is closed."""
+        try:
+            return fcntl.fcntl(self.output_fd, fcntl.F_GET_SEALS) != 0
+        except OSError:
+            return None
+
     def clear(self) -> None:
         """Forget the output so far: for a job whose files may not grow beyond a size, this one included."""
         os.ftruncate(self.output_fd, 0)
+        os.lseek(self.output_fd, 0, os.SEEK_SET)  # at the largest offset even appending is refused
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -7,12 +7,13 @@ talks to nobody else: no database, no ids of its own, no lease. What it is on st
 Promises: an outcome is sent before the page says that the job is finished; whatever a handler raises,
 returns or leaves behind, the loop goes on or the process ends; a child that a handler forked and let escape
 never runs the loop; failure records are bounded, printable text; what a job printed, started, blocked or
-closed is put right before the next one begins (descriptors 0 to 2, ``sys``'s streams, helpers, the signal mask,
-the alarm clock), and an outcome is sent only when the job's helpers are dead, so that a retry cannot meet them.
+closed is put right before the next one begins (descriptors 0 to 2, ``sys``'s streams, helpers, and what
+:mod:`aqd.tidy` says), and an outcome is sent only when the job's helpers are dead, so that a retry cannot meet them.
 
 Ends: by ``os._exit`` (a normal exit takes 100 ms and more with a large heap): 0 at the end of its channel and
 after a one-shot job, :data:`aqd.errors.Exit.ORPHANED` when its master is gone, ``CHANNEL`` when it is sent
-nonsense, ``ERROR`` when helpers of a job cannot be ended (the master then ends its whole session).
+nonsense, ``ERROR`` when helpers of a job cannot be ended (the master then ends its whole session), or a job has
+changed or closed what cannot be put right.
 """
 
 import asyncio
@@ -43,6 +44,7 @@ from aqd.job import encode_json
 from aqd.page import NOTE_BYTES, Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import STOP_SIGNAL, boottime_ns
+from aqd.tidy import Tidy
 
 logger = log.get_logger("worker")
 
@@ -51,8 +53,9 @@ IDLE_TURN_MS = 5000
 # What a result, and what an output, may take inside the outcome itself; a larger one travels as a memfd. A
 # socket takes 167 messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
 INLINE_RESULT = 2 * 1024
-# Without the module's detour by an enumeration (0.04 µs instead of 1.1; it compares equal).
-_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_SO_COOKIE = 57  # socket(7)
+# Offsets in the output only grow. 1 TiB at 500 MiB/s takes half an hour.
+OUTPUT_LENGTH_MAX = 1 << 40
 
 # Signals that mean something else in a worker than in the children that jobs fork.
 _OURS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_SIGNAL))
@@ -112,6 +115,7 @@ class Worker:
         self.pid = os.getpid()
         self.helpers = Helpers(page.incarnation)
         self.streams: output.Streams
+        self.tidy: Tidy
         self._missing: dict[str, str] = {}  # type → why its late plugin could not be imported here
         self._interruptible = False
         self._task: asyncio.Task[Any] | None = None
@@ -124,6 +128,7 @@ class Worker:
         self._printed = 0  # length of the output before the present job
         self._helpers_cpu_us = self._helpers_peak_kb = 0
         self._peak_fd = -1
+        self._cookie = self._channel_cookie()
 
     # --- life
 
@@ -167,6 +172,7 @@ class Worker:
         self._helpers_usage()
         with contextlib.suppress(OSError):  # a kernel without it: the peak is then the whole life's
             self._peak_fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        self.tidy = Tidy()
 
     def _install_signals(self) -> None:
         # A TERM or INT for the whole group (a terminal, systemctl kill) does not end a job: it goes on
@@ -256,7 +262,7 @@ class Worker:
         started_ns = boottime_ns()
         lease_until = self.page.lease_until_ns
         cpu_us = _own_cpu_us() + self._helpers_cpu_us
-        self.page.begin(entry.number, started_ns, cpu_us, self._printed)
+        self.page.begin(entry.number, started_ns, cpu_us, self._printed, self.helpers.standing())
         # After the begin: see the page's header. Looking before it let one recall in seven be run all the same.
         if self.page.skipped(entry.number):
             self.page.end(entry.number)
@@ -268,10 +274,10 @@ class Worker:
             ending = Ending("unstarted", "lease")
         else:
             ending = self._attempt(entry, payload, loaded)
-        self._tidy()
+        info = None if loaded is None else loaded.info
+        self._tidy(entry, info)
         wall_ns = boottime_ns() - started_ns
         self.page.handler_returned(entry.number)
-        info = None if loaded is None else loaded.info
         self._end_helpers(entry, info)
         peak_kb = self._helpers_usage()
         cpu_us = _own_cpu_us() + self._helpers_cpu_us - cpu_us
@@ -279,18 +285,35 @@ class Worker:
         self._send(entry, (started_ns, wall_ns, cpu_us, peak_kb), ending, info)
         self.page.end(entry.number)
         self._printed = self.streams.size()
+        if self._printed > OUTPUT_LENGTH_MAX:
+            self.streams.clear()  # a job has stretched it: near its largest size nothing more could be written
+            self._printed = 0
         if info is not None and info.one_shot and self._leaving is None:
             self._leaving = Exit.OK
 
-    def _tidy(self) -> None:
-        """What a job may have turned round in this process, and what would hit the next one (8 µs)."""
-        process.unblock_signals()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if _getsignal(STOP_SIGNAL) != self._on_stop:
-            signal.signal(STOP_SIGNAL, self._on_stop)
-        if _getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then nobody could wait for a child
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def _tidy(self, entry: messages.JobEntry, info: HandlerInfo | None) -> None:
+        """What a job may have turned round in this process, and what would hit the next one."""
+        if self._channel_cookie() != self._cookie or (spoiled := self.streams.spoiled()) is None:
+            # The outcome would go to whoever has the number now, and never be seen.
+            with contextlib.suppress(OSError):
+                os.write(2, b"aqd: the job has closed descriptors of its worker\n")
+            os._exit(Exit.ERROR)
+        lasting = self.tidy.restore()
         self.streams.restore()
+        if spoiled:
+            lasting.append("output")
+        if lasting and not (info is not None and info.one_shot):
+            logger.warning(
+                "a job has changed its worker for good, leaving", job_id=str(entry.id), what=lasting
+            )
+            self._leaving = Exit.ERROR
+
+    def _channel_cookie(self) -> bytes:
+        """Unique to this very socket (1 µs)."""
+        try:
+            return self.channel.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
+        except OSError:
+            return b""
 
     def _end_helpers(self, entry: messages.JobEntry, info: HandlerInfo | None) -> None:
         left: list[int] | None = None
@@ -311,10 +334,8 @@ class Worker:
     def _reset_peak(self) -> None:
         """The kernel's mark of the most memory that this process ever had, back to what it has now (1 µs)."""
         if self._peak_fd >= 0:
-            try:
+            with contextlib.suppress(OSError):
                 os.write(self._peak_fd, b"5")
-            except OSError:  # a job has closed it
-                self._peak_fd = -1
 
     def _send(
         self,
@@ -504,8 +525,9 @@ class Worker:
         self._softened = current
         if task is not None and first:
             # A coroutine is cancelled, which lets it clean up; if it does not heed, the exception follows.
-            task.get_loop().call_soon_threadsafe(task.cancel)
-            return
+            with contextlib.suppress(RuntimeError):  # its loop is closed already
+                task.get_loop().call_soon_threadsafe(task.cancel)
+                return
         raise _stop_exception(self.page.stop_reason)
 
 

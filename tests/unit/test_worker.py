@@ -87,9 +87,9 @@ class RecalledJustBefore(Page):
 
     __slots__ = ()
 
-    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
+    def begin(self, number: int, *figures: Any) -> None:
         assert self.recall() == (number, number + 1)
-        super().begin(number, now_ns, cpu_us, output_at)
+        super().begin(number, *figures)
 
 
 class RecalledJustAfter(Page):
@@ -97,8 +97,8 @@ class RecalledJustAfter(Page):
 
     __slots__ = ()
 
-    def begin(self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0) -> None:
-        super().begin(number, now_ns, cpu_us, output_at)
+    def begin(self, number: int, *figures: Any) -> None:
+        super().begin(number, *figures)
         assert self.recall() == (number + 1, number + 1)
 
 
