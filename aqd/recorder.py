@@ -381,8 +381,9 @@ class Recorder(threading.Thread):
         notes: dict[int, int] = {}
         if work.notes:
             with contextlib.suppress(psycopg.Error, WorldError):  # then with the next renewal
-                self.session.run(store.store_progress, [note for _, note in work.notes])
-                notes = dict(key for key, _ in work.notes)
+                stored = self.session.run(store.store_progress, [note for _, note in work.notes])
+                # Somebody had locked the others: again with the next renewal, the handler may say no more.
+                notes = dict(key for key, note in work.notes if note.id in stored)
         self._tell(Renewed(asked_ns, set(work.pairs), kept, notes))
 
     def _reconcile(self, work: Reconciliation) -> None:
