@@ -493,10 +493,14 @@ def _clean(text: str | None, limit: int) -> str | None:
     because that is where a traceback says what happened."""
     if text is None:
         return None
-    if len(text) > limit:
-        half = limit // 2
-        text = f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-    return _escape(text)
+    return _without_middle(_escape(_without_middle(text, limit)), limit)  # escaping lengthens it
+
+
+def _without_middle(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
 
 
 def _clean_output(text: str | None) -> str | None:

@@ -389,6 +389,17 @@ def test_every_failure_can_be_written(conn: database.Connection, queue: Queue) -
     assert errors[4] == '{"quotes\\": "}'
 
 
+def test_texts_are_bounded_as_they_are_stored(conn: database.Connection, queue: Queue) -> None:
+    """Not only as they come: each of these takes six characters when it is escaped."""
+    (job,) = claim(conn, queue, 1)
+    text = "\udc80" * store.MAX_TRACEBACK
+    store.record_failed(conn, [failure(job, error=text)._replace(traceback=text, output=text)])
+    (attempt,) = store.get_attempts(conn, job.id)
+    assert len(attempt.error or "") < store.MAX_ERROR + 100
+    assert len(attempt.traceback or "") < store.MAX_TRACEBACK + 100
+    assert len(attempt.output or "") == store.MAX_OUTPUT
+
+
 def test_missing_partition_is_made(conn: database.Connection, queue: Queue) -> None:
     jobs = claim(conn, queue, 3)
     names = queue.conn.execute(
