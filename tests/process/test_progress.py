@@ -1,4 +1,6 @@
-"""What a handler says of its progress reaches the job's row with a renewal, although it is said only once."""
+"""What a handler says of its progress, and what it is told while it runs."""
+
+import pytest
 
 from tests.fixtures.processes import wait_until
 
@@ -25,3 +27,53 @@ def test_what_was_said_while_the_row_was_locked_is_stored_afterwards(start_daemo
     wait_until(lambda: jobs.get(job)["progress_percent"] == 33)
     end.touch()
     assert jobs.wait_all([job, sibling]) == {"COMPLETED": 2}
+
+
+TOLD = """
+import threading
+from aqd import hookimpl
+from aqd.errors import StopJob
+
+@hookimpl
+def aqd_register(handlers):
+    handlers.add("heeding", heeding)
+
+def heeding(payload, job):
+    seen = [job.should_stop]
+
+    def work():  # no exception reaches it here
+        while not job.should_stop:
+            pass
+        seen.append(job.should_stop)
+
+    thread = threading.Thread(target=work)
+    if payload:
+        thread.start()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except StopJob:
+                pass
+    return seen
+"""
+
+
+@pytest.mark.parametrize("why", ["time", "cancel", "drain"])
+def test_a_job_is_told_that_it_should_stop(start_daemon, jobs, why):
+    """Where nothing can be raised, too; and the next job in the worker is told nothing."""
+    daemon = start_daemon(
+        {"daemon": {"slots": 1, "kill_grace_s": 4.0, "drain_s": 0.1, "renew_s": 0.2}},
+        plugins={"told.py": TOLD},
+    )
+    job = jobs.add(True, type="heeding", timeout_s=0.5 if why == "time" else 60.0)
+    jobs.wait(job, "PROCESSING")
+    wait_until(lambda: daemon.status()["slots"][0]["job"] == str(job))
+    if why == "cancel":
+        jobs.conn.execute("select aqd.cancel(%s)", [job])
+    elif why == "drain":
+        daemon.signal(15)
+    assert jobs.wait(job)["result"] == [False, True]
+    if why == "drain":
+        assert daemon.wait_exit() == 0
+    else:
+        assert jobs.wait(jobs.add(False, type="heeding"))["result"] == [False]
