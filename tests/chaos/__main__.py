@@ -75,6 +75,9 @@ def main() -> int:
             about = about or report.versions(server.source)
             try:
                 results.append(round_of(plan, directory / f"seed-{plan.seed}", server, say))
+            except Exception:  # the suite's own fault: said, remembered, and on to the next round
+                console.print_exception()
+                results.append(Result(plan, wrong=["the round broke off, see above"]))
             finally:
                 server.close()
             last = results[-1]

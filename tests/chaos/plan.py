@@ -326,6 +326,7 @@ def draw(
         clock=rng.random() < 0.3,
         max_jobs_per_worker=rng.choice([0, 0, 5, 30]),
     )
-    plan.jobs.extend(_jobs(rng, duration_s, jobs_per_s))
+    # A few slots could not catch up with what keeps four busy.
+    plan.jobs.extend(_jobs(rng, duration_s, jobs_per_s * min(1.0, nodes * plan.slots / 4)))
     plan.faults.extend(_faults(rng, plan, fault_every_s))
     return plan

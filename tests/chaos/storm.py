@@ -150,13 +150,16 @@ class Storm:
             self._collect()
             time.sleep(0.001)
         self._calm()
-        began = time.monotonic()
-        deadline = began + 2 * self.plan.lease_s + REST_S
-        while time.monotonic() < deadline:
+        began = moved = time.monotonic()
+        last: list[Row] | None = None
+        # However long there is something to do, but not for long without anything being done.
+        while time.monotonic() < moved + 2 * self.plan.lease_s + REST_S:
             self.world.revive()
             rows = self._look()
             if rows is not None and all(row.state in checks.FINAL for row in rows):
                 break
+            if rows != last:
+                last, moved = rows, time.monotonic()
             time.sleep(0.2)
         self.result.settled_s = time.monotonic() - began
 
