@@ -19,6 +19,7 @@ What can go wrong while loading, and what becomes of it:
 """
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -37,6 +38,9 @@ log = get_logger("master")
 # Beyond a plugin's own limit, which the loader enforces by an exception: start-up, and code that no
 # exception ends.
 LOADER_MARGIN_S = 20.0
+
+# After a loader's death a worker that it forked has left its session, or has ended for want of a parent.
+NEWBORN_S = 10.0
 
 
 @dataclass(slots=True)
@@ -82,9 +86,9 @@ class Generations:
         self._opened, self._closed = opened, closed
         self.last = 0  # the number of the generation that was started last
         self._let_go: set[int] = set()
-        # Each loader leads a session, and so do not yet the workers that it has just forked: those of a loader
-        # that has died, too.
-        self.sessions: set[int] = set()
+        self._sessions: dict[
+            int, float
+        ] = {}  # by their loaders' numbers, with the moment at which they are over
 
     # --- starting and ending
 
@@ -114,12 +118,19 @@ class Generations:
         limit = config.plugins.import_timeout_s + LOADER_MARGIN_S
         loader = Loader(generation, config, pid, peer, boottime() + limit, skip, late, suspect=suspect)
         self.candidate = loader
-        self.sessions.add(pid)
+        self._sessions[pid] = math.inf
         self._opened(loader)
         # Handlers have no business with the daemon's secrets.
         public = _without_secrets(config)
         with contextlib.suppress(channel.ChannelClosed):
             peer.send(messages.Load(public, generation, os.getpid(), skip, late))
+
+    def sessions(self) -> set[int]:
+        """Of which a newborn worker may still be, that is about to lead its own. What else is in the session of a loader
+        that has gone (a server that a plugin started at import) belongs to nobody."""
+        now = boottime()
+        self._sessions = {pid: until for pid, until in self._sessions.items() if now < until}
+        return set(self._sessions)
 
     def pids(self) -> set[int]:
         """Of all loaders that have not been reaped."""
@@ -241,6 +252,8 @@ class Generations:
 
     def exited(self, pid: int, status: ExitStatus) -> bool:
         """A child has ended; whether it was a loader."""
+        if pid in self._sessions:
+            self._sessions[pid] = boottime() + NEWBORN_S
         loader = self.candidate
         if loader is not None and loader.pid == pid:
             self.on_channel(loader)  # what it said before it died

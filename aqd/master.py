@@ -82,7 +82,7 @@ class Master:
         self.api = (
             ApiChild(env | ({"AQD_CONFIG": config_path} if config_path else {}), cfg) if with_api else None
         )
-        self.hunt = strays.Hunt(self.node_id, self._known_children, lambda: self.generations.sessions)
+        self.hunt = strays.Hunt(self.node_id, self._known_children, self.generations.sessions)
         self.crew.worker_died = lambda pid, incarnation, orderly: self.hunt.worker_died(
             pid, incarnation, boottime(), orderly=orderly
         )

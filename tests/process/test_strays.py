@@ -213,3 +213,13 @@ def aqd_job_finish(job):
     pid = probe.result(jobs, "result = os.fork()\nif result: os.waitpid(result, 0)")
     assert is_gone(pid)
     assert [event["pid"] for event in side.events("finished")] == [daemon.workers()[0]]
+
+
+def test_what_a_plugin_starts_at_import_does_not_pile_up(start_daemon, jobs):
+    """Each load would leave one more behind."""
+    daemon = start_daemon(ONE, plugins=probe.source(hooks="server = subprocess.Popen(['sleep', '7770'])"))
+    [first] = [p.pid for p in daemon.tree() if p.title == "sleep 7770"]
+    assert daemon.aqd("reload").returncode == 0
+    wait_until(lambda: is_gone(first), 20)
+    second = probe.result(jobs, "result = server.pid")
+    assert not is_gone(second)
