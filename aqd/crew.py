@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -44,6 +45,9 @@ OUTPUT_KEPT, OUTPUT_MAX = 128 << 10, 1 << 20
 OUTPUT_LOOK_S, SLOW_LOOK_S = 0.2, 1.0
 # A job with a limit is announced before it is written into the page; by then it stands there or never will.
 WATCH_S = 0.5
+# A look at a worker's memory that takes the master longer (at thousands of forks, 60 µs each) is not repeated before
+# twice as long: the others' limits must be met, too.
+LONG_LOOK_S = 0.02
 # Both ask a worker for something, and are the death of a program that does not know them.
 _ASKING = (STOP_SIGNAL, DUMP_SIGNAL)
 # Of the output of a worker that ended without ever having had a job, so much goes into the log.
@@ -428,7 +432,7 @@ class Crew:
             return seat.look_at
         if seat.watch_until is None:
             seat.watch_until = now  # seen without having been announced: by a dispatcher that has died since
-        began = boottime()
+        began = time.thread_time()
         left_kb = (
             max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0
         )  # by hooks and earlier jobs
@@ -441,9 +445,10 @@ class Crew:
             detail = f"used {used_kb >> 10} MiB of {limit_kb >> 10} MiB"
             self._kill(seat, number, StopReason.MEMORY, detail)
         room_kb = 0 if seat.meter.unsure else (limit_kb or smallest_kb) - used_kb
-        # A look at thousands of forks takes long itself (60 µs each): the others' limits must be met, too.
-        ended = boottime()
-        seat.look_at = ended + max(memory.pause_s(min(room_kb, smallest_kb)), 2 * (ended - began))
+        pause_s = memory.pause_s(min(room_kb, smallest_kb))
+        if (took_s := time.thread_time() - began) > LONG_LOOK_S:
+            pause_s = max(pause_s, 2 * took_s)
+        seat.look_at = boottime() + pause_s
         return seat.look_at
 
     def _used_kb(self, seat: Seat, limit_kb: int) -> int:
@@ -452,6 +457,7 @@ class Crew:
         written = max(0, length - seat.page.output_at)  # by this job; the rest is its predecessors'
         if taken > OUTPUT_MAX:
             self._cut_output(seat)
+            taken, _ = process.allocated(seat.output_fd)  # what it had grown to is not held against the job
         # The loader, and the other workers of its generation.
         sharers = sum(s.generation == seat.generation and s.living for s in self.seats.values())
         return seat.meter.used_kb(limit_kb, max(sharers, 1)) + (min(taken, written) >> 10)

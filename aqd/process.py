@@ -158,14 +158,8 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], fds: Sequence[int], *, bl
             file_actions=actions,
             setsid=True,
             setsigmask=ALL_SIGNALS if blocked else (),
-            setsigdef=[
-                signal.SIGINT,
-                signal.SIGTERM,
-                signal.SIGHUP,
-                signal.SIGPIPE,
-                signal.SIGCHLD,
-                signal.SIGXFSZ,
-            ],
+            # All of them: whoever started us in the background had SIGINT and SIGQUIT ignored, which is inherited.
+            setsigdef=ALL_SIGNALS - {signal.SIGKILL, signal.SIGSTOP},
         )
     finally:
         for fd in high:
