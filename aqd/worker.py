@@ -92,6 +92,15 @@ _REASONS: tuple[tuple[type[BaseException], str, str], ...] = (
 )
 
 
+# Why the master asked for the end decides, not which of the exceptions came of it: a handler may raise another.
+_STOPPED: dict[StopReason, tuple[str, str]] = {
+    StopReason.TIMEOUT: ("timed_out", "timeout"),
+    StopReason.CANCEL: ("cancelled", "cancel"),
+    StopReason.DRAIN: ("interrupted", "drain"),
+    StopReason.FENCE: ("interrupted", "lease"),
+}
+
+
 class Worker:
     """The loop of one worker process. :meth:`run` never returns."""
 
@@ -426,13 +435,8 @@ class Worker:
         if self.page.stop_entry == number:
             # A task group hands on what was raised in a task in a group of its own.
             members = error.exceptions if issubclass(type(error), BaseExceptionGroup) else ()  # type: ignore[attr-defined]
-            for found in (error, *members[:100]):
-                if issubclass(type(found), JobTimeout):
-                    return "timed_out", "timeout"
-                if issubclass(type(found), JobCancelled):
-                    return "cancelled", "cancel"
-                if issubclass(type(found), StopJob):
-                    return "interrupted", "lease" if self.page.stop_reason is StopReason.FENCE else "drain"
+            if any(issubclass(type(found), StopJob) for found in (error, *members[:100])):
+                return _STOPPED.get(self.page.stop_reason, ("interrupted", "drain"))
         return next((kind, reason) for cls, kind, reason in _REASONS if issubclass(type(error), cls))
 
     def _guarded(

@@ -219,6 +219,7 @@ def test_why_an_attempt_did_not_complete(
         (StopReason.DRAIN, JobInterrupted(), "interrupted", "drain"),
         (StopReason.FENCE, JobInterrupted(), "interrupted", "lease"),
         (StopReason.CANCEL, BaseExceptionGroup("tasks", [JobCancelled()]), "cancelled", "cancel"),
+        (StopReason.DRAIN, JobCancelled(), "interrupted", "drain"),  # the handler's own idea
         (StopReason.CANCEL, ValueError(), "failed", "exception"),
     ],
 )
