@@ -134,10 +134,12 @@ class Storm:
 
     def _calm(self) -> None:
         """No harm goes on."""
-        for harm in self.harms:
-            harm.end(self.world)
-        self.harms.clear()
         self.world.calm()
+        deadline = time.monotonic() + REST_S
+        while self.harms and time.monotonic() < deadline:
+            for harm in list(self.harms):
+                self._undo(harm)
+            time.sleep(0.05)
 
     def _settle(self) -> None:
         """Everything that was submitted comes to its end."""
@@ -295,8 +297,13 @@ class Storm:
 
     def _undo(self, harm: Harm) -> None:
         if harm in self.harms:
-            self.harms.remove(harm)
-            harm.end(self.world)
+            try:
+                harm.end(self.world)
+            except psycopg.Error:  # the server is away, or not back yet
+                if not self._over:
+                    self._at(self._now() + 0.2, lambda: self._undo(harm))
+            else:
+                self.harms.remove(harm)
 
     # --- looking
 

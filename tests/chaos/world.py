@@ -370,10 +370,13 @@ class World:
             elif node.process is not None and node.process.returncode != 0 and not node.killed:
                 self.wrong.append(f"{node.name} ended with {node.process.returncode} at the end")
 
-    def calm(self) -> None:
-        """Everything that can be put right is."""
+    def start_server(self) -> None:
         if self.server.process is None:
             self.server.start()
+
+    def calm(self) -> None:
+        """Everything that can be put right is."""
+        self.start_server()
         for node in self.nodes:
             node.way.forward()
             node.way.accept()
