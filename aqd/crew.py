@@ -395,19 +395,17 @@ class Crew:
 
     def _kill(self, seat: Seat, number: int, reason: StopReason, detail: str = "") -> None:
         assert seat.pid is not None
+        job = str(seat.page.entry(number).job_id)
+        fields = {"slot": seat.slot, "child": seat.pid, "job_id": job, "reason": reason.name.lower()}
         if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=self._kill_group):
-            level, event = "warning", "worker killed"
+            more = {"detail": detail} if detail else {}
+            log.warning("worker killed", **fields, **more)
         elif seat.page.current() == number and not process.may_signal(seat.pid):
             # By a job that has become somebody else: nothing is left but to wait for its end, and to say so.
-            level, event = "error", "worker cannot be killed"
+            log.error("worker cannot be killed", **fields)
         else:
             return
         seat.killed, seat.detail = (reason, number), detail
-        job = str(seat.page.entry(number).job_id)
-        more = {"detail": detail} if detail else {}
-        getattr(log, level)(
-            event, slot=seat.slot, child=seat.pid, job_id=job, reason=reason.name.lower(), **more
-        )
 
     @staticmethod
     def _dump(seat: Seat, number: int) -> None:
