@@ -220,8 +220,8 @@ class Crew:
                 self._exited(seat, status, usage)
                 return
         now = boottime()
-        # Not for ever: the number of a long gone orphan may become a worker's. The oldest come first. (Looking at
-        # all of them for each took the master 5 s when 10,000 forks of a killed job came to it together.)
+        # Not for ever: the number of a long gone orphan may become a worker's. The oldest come first:
+        # to look at all of them for each would take the square of what a killed job's thousands of forks are.
         while (
             self._unmatched and self._unmatched[first := next(iter(self._unmatched))][2] <= now - _UNMATCHED_S
         ):

@@ -360,6 +360,10 @@ class Dispatcher:
         elif current >= 0:
             link.unfinished.pop(current, None)
         self._give_back(link.take_back(*page.unstarted()))
+        # An outcome that was "sent" and is not here went elsewhere: the job had put something in the channel's place.
+        lost = [number for number in link.held if number < page.finished and number not in sent]
+        for number in lost if not link.adopted else ():
+            self._ended_with_worker(link, number, exited, now_ns)
         link.settling = True
         self._maybe_settled(link)
 

@@ -97,7 +97,6 @@ _STOPPED: dict[StopReason, tuple[str, str]] = {
     StopReason.TIMEOUT: ("timed_out", "timeout"),
     StopReason.CANCEL: ("cancelled", "cancel"),
     StopReason.DRAIN: ("interrupted", "drain"),
-    StopReason.FENCE: ("interrupted", "lease"),
 }
 
 

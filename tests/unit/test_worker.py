@@ -217,7 +217,6 @@ def test_why_an_attempt_did_not_complete(
         (StopReason.TIMEOUT, JobTimeout(), "timed_out", "timeout"),
         (StopReason.CANCEL, JobCancelled(), "cancelled", "cancel"),
         (StopReason.DRAIN, JobInterrupted(), "interrupted", "drain"),
-        (StopReason.FENCE, JobInterrupted(), "interrupted", "lease"),
         (StopReason.CANCEL, BaseExceptionGroup("tasks", [JobCancelled()]), "cancelled", "cancel"),
         (StopReason.DRAIN, JobCancelled(), "interrupted", "drain"),  # the handler's own idea
         (StopReason.CANCEL, ValueError(), "failed", "exception"),

@@ -1,0 +1,95 @@
+"""What the dispatcher's main thread makes of a worker's death; its threads are not started."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from aqd import channel, messages, process
+from aqd.claims import ClaimedJob
+from aqd.config import Config
+from aqd.dispatcher import Dispatcher
+from aqd.links import Held, Link
+from aqd.page import Page
+from aqd.process import boottime_ns
+from aqd.recorder import Completed, Failed, Released
+
+
+class Desk:
+    """A dispatcher, and one worker whose channel and page are in our hands."""
+
+    def __init__(self) -> None:
+        self.master, end = channel.pair()
+        self.dispatcher = Dispatcher(end, messages.Start(Config(), "node", "node", 1, "0"))
+        self.workers_end: socket.socket
+        ours, self.workers_end = channel.pair()
+        page_fd = Page.create(slot=0, incarnation=7, generation=1)
+        attach = messages.Attach(0, 7, 1, fresh=True)
+        self.dispatcher._attach(attach, ours.detach(), page_fd, process.output_file("test"))
+        self.link: Link = self.dispatcher.links[7]
+
+    def give(self, *ids: int) -> None:
+        jobs = [
+            Held(
+                id,
+                99,
+                1,
+                boottime_ns() + 10**11,
+                ClaimedJob(id, 99, "noop", "default", 0, "{}", 1, None, None, 0, 0, 0, 0),
+            )
+            for id in ids
+        ]
+        self.link.give(jobs)
+
+    def run(self, number: int, *, send: bool = True) -> None:
+        page = self.link.page
+        page.begin(number, boottime_ns())
+        if send:
+            channel.send(self.workers_end, messages.encode(messages.Done(number, 5, 7, 0, 0, "1")))
+        page.end(number)
+
+    def dies(self) -> list[object]:
+        """What goes to the recorder."""
+        self.workers_end.close()
+        self.dispatcher._on_master(messages.Exited(7, None, 1, 0, -1))
+        work = []
+        while True:
+            try:
+                work.append(self.dispatcher.recorder._queue.get_nowait())
+            except queue.Empty:
+                return work
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.master.close()
+
+
+def test_what_was_sent_is_recorded_and_what_it_was_on_has_crashed(desk: Desk) -> None:
+    desk.give(1, 2, 3)
+    desk.run(0)
+    desk.link.page.begin(1, boottime_ns())
+    done, crashed, released = desk.dies()
+    assert isinstance(done, Completed)
+    assert done.id == 1
+    assert isinstance(crashed, Failed)
+    assert (crashed.id, crashed.kind, crashed.reason) == (2, "crashed", "exit")
+    assert isinstance(released, Released)
+    assert (released.id, released.interrupted) == (3, False)
+
+
+def test_an_outcome_that_went_elsewhere_is_a_crash_and_no_job_is_held_for_ever(desk: Desk) -> None:
+    """A job had put a socket of its own in the channel's place: the page says finished, and nothing came."""
+    desk.give(1, 2)
+    desk.run(0, send=False)
+    released, crashed = desk.dies()
+    assert isinstance(released, Released)
+    assert isinstance(crashed, Failed)
+    assert (released.id, crashed.id, crashed.kind) == (2, 1, "crashed")
+    desk.dispatcher._settled([crashed.key], {})
+    assert 7 not in desk.dispatcher.links
