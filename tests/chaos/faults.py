@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psycopg
 
@@ -140,8 +141,17 @@ def _freeze(_world: World, node: Node, fault: Fault) -> Harm | None:
     )
 
 
+def _handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal: Python has to start before it can have one."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)  # proc_pid_status(5)
+        return bool(caught >> (number - 1) & 1)
+    return False
+
+
 def _hup(_world: World, node: Node, fault: Fault) -> Harm | None:
-    if not node.up:
+    if not node.up or not _handles(node.pid, signal.SIGHUP):
         return None
     node.signal(signal.SIGHUP)
     return Harm(fault.kind, node.name)
@@ -152,6 +162,7 @@ def _term(world: World, node: Node, fault: Fault) -> Harm | None:
         return None
     node.leaving_until = time.monotonic() + world.stop_allowance_s()
     node.start_at = time.monotonic() + fault.duration_s
+    node.killed = not _handles(node.pid, signal.SIGTERM)  # so early it is as good as SIGKILL
     node.signal(signal.SIGTERM)
     harm = Harm(fault.kind, node.name)
     # It lasts as long as the drain may.
