@@ -257,7 +257,7 @@ def test_a_password_that_is_changed_for_a_while(server, start_daemon):
     jobs.conn.execute("alter role postgres password 'another'")
     for pid in backends(jobs):
         jobs.conn.execute("select pg_terminate_backend(%s)", [pid])
-    daemon.wait_status(lambda status: "password authentication failed" in str(status["database"]))
+    status = daemon.wait_status(lambda s: "password authentication failed" in str(s["database"]))
     assert "another" not in str(daemon.lines) + str(status)
     assert pg.password not in str(daemon.lines) + str(status)
     jobs.conn.execute(f"alter role postgres password '{pg.password}'")
