@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import psycopg
@@ -196,7 +195,6 @@ def test_later_commit_is_found_by_the_sweep(connect: Connect, queue: Queue) -> N
     mine = book(clock=clock, slack_s=0.0)
     with writer.transaction():
         early = Queue(writer).add()
-        time.sleep(0.01)
         queue.add()
         assert len(mine.claim(conn, 10)) == 1
     assert mine.claim(conn, 10) == [], "behind the floor"

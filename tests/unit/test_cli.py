@@ -18,6 +18,7 @@ import pytest
 from aqd import __version__, config
 from aqd.cli import command, output
 from aqd.errors import Exit
+from tests.fixtures.processes import wait_until
 
 COMMON = (
     "DATABASE_URL",
@@ -237,18 +238,15 @@ def test_ctrl_c_ends_quietly() -> None:
 
 def _wait_until_reading(pid: int) -> None:
     """Until the process sleeps in read(0, …)."""
-    import time
 
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    def reads() -> bool:
         try:
             number, first = Path(f"/proc/{pid}/syscall").read_text().split()[:2]
         except (ValueError, PermissionError):
-            number, first = "", ""
-        if (number, first) in (("0", "0x0"), ("63", "0x0")):  # read on x86-64 and on arm64
-            return
-        time.sleep(0.02)
-    pytest.fail("the command never read its standard input")
+            return False
+        return (number, first) in (("0", "0x0"), ("63", "0x0"))  # read on x86-64 and on arm64
+
+    wait_until(reads, 20, "the command never read its standard input")
 
 
 def test_signals_before_the_master_is_up() -> None:

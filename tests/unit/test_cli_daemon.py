@@ -15,6 +15,7 @@ import pytest
 
 from aqd.cli import command
 from aqd.errors import Exit
+from tests.fixtures.processes import wait_until
 
 STATUS: dict[str, Any] = {
     "version": "9.9",
@@ -191,11 +192,8 @@ def test_stop_notices_a_daemon_that_is_killed_meanwhile(daemon) -> None:
     waiting = subprocess.Popen(
         [sys.executable, "-m", "aqd", "stop", "--timeout", "30"], stdout=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 20
-    while "anon_inode:[pidfd]" not in descriptors(waiting.pid):
-        assert time.monotonic() < deadline
-        assert waiting.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: "anon_inode:[pidfd]" in descriptors(waiting.pid) or waiting.poll() is not None, 20)
+    assert waiting.poll() is None
     child.kill()
     out, _ = waiting.communicate(timeout=20)
     # Killed before or after it had the command: either way the caller learns that there is none any more.
@@ -217,10 +215,7 @@ def test_ctrl_c_while_waiting_for_the_end(daemon) -> None:
     waiting = subprocess.Popen(
         [sys.executable, "-m", "aqd", "stop"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 20
-    while "anon_inode:[pidfd]" not in descriptors(waiting.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: "anon_inode:[pidfd]" in descriptors(waiting.pid), 20)
     waiting.send_signal(signal.SIGINT)
     assert waiting.communicate(timeout=20) == ("", "")
     assert waiting.returncode == 130

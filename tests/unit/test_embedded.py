@@ -19,6 +19,7 @@ from aqd import embedded
 from aqd.binaries import candidates, server_account, spawn
 from aqd.embedded import EmbeddedPostgres
 from aqd.errors import ConfigError, WorldError
+from tests.fixtures.processes import wait_until
 
 FAST = {"fsync": "off", "shared_buffers": "16MB"}
 
@@ -123,10 +124,9 @@ def test_start_after_kill_9(directory: Path, also_the_server: bool) -> None:
 def test_the_server_ends_with_its_supervisor(directory: Path) -> None:
     supervisor, _pid = supervise(directory)
     kill(supervisor)
-    deadline = time.monotonic() + 20
-    while embedded.server_processes(directory / "data"):
-        assert time.monotonic() < deadline, "the server outlived its supervisor"
-        time.sleep(0.02)
+    wait_until(
+        lambda: not embedded.server_processes(directory / "data"), 20, "the server outlived its supervisor"
+    )
 
 
 def test_stale_files_that_name_a_living_process(directory: Path) -> None:

@@ -16,6 +16,7 @@ import aqd
 from aqd import plugins
 from aqd.config import Config
 from aqd.hookspecs import Handlers, JobContext
+from tests.fixtures.processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 OPEN_SANS = "ttf_opensans"
@@ -461,12 +462,10 @@ def alive(command: str) -> bool:
 
 def gone(command: str) -> bool:
     """Wait for SIGKILL to have its effect."""
-    deadline = time.monotonic() + 10
-    while alive(command):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    try:
+        return wait_until(lambda: not alive(command))
+    except TimeoutError:
+        return False
 
 
 @pytest.mark.parametrize("leave", ["SLEEP &", "SLEEP >/dev/null 2>&1 &", "(trap '' TERM HUP; SLEEP) &"])
@@ -551,11 +550,8 @@ def test_the_program_dies_with_a_worker_that_is_killed():
     )
     worker = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        deadline = time.monotonic() + 30
-        while not alive(SLEEP):
-            assert time.monotonic() < deadline
-            assert worker.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: alive(SLEEP) or worker.poll() is not None, 30)
+        assert worker.poll() is None
     finally:
         worker.kill()
         worker.wait()
