@@ -431,9 +431,8 @@ class Crew:
         if seat.watch_until is None:
             seat.watch_until = now  # seen without having been announced: by a dispatcher that has died since
         began = time.thread_time()
-        left_kb = (
-            max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0
-        )  # by hooks and earlier jobs
+        # What hooks and earlier jobs have left is not the present job's.
+        left_kb = max(0, page.memory_at_kb - seat.meter.baseline_kb) if limit_kb else 0
         if page.started == 1:
             seat.meter.hooks_kb = max(seat.meter.hooks_kb, left_kb)
         used_kb = max(0, self._used_kb(seat, (limit_kb or smallest_kb) + left_kb) - left_kb)

@@ -86,9 +86,8 @@ class Generations:
         self._opened, self._closed = opened, closed
         self.last = 0  # the number of the generation that was started last
         self._let_go: set[int] = set()
-        self._sessions: dict[
-            int, float
-        ] = {}  # by their loaders' numbers, with the moment at which they are over
+        # By their loaders' numbers, with the moment at which they are over.
+        self._sessions: dict[int, float] = {}
 
     # --- starting and ending
 
