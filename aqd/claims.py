@@ -29,7 +29,7 @@ _MANY_LANES: Final = 5000
 
 
 class ClaimedJob(NamedTuple):
-    """A job that this node holds. ``payload`` is JSON text; moments are unix microseconds."""
+    """A job that this node holds. ``payload``, ``tags`` and ``meta`` are JSON text; moments are unix microseconds."""
 
     id: int
     token: int
@@ -43,6 +43,8 @@ class ClaimedJob(NamedTuple):
     created_at_us: int
     interruptions: int
     crashes: int
+    tags: str | None
+    meta: str | None
     run_at_us: int
 
 
@@ -171,6 +173,7 @@ class ClaimBook:
             token=secrets.randbits(63) or 1,
             lease_s=self.lease_s,
             node_id=self.node_id,
+            limited=None,
         )
         self._now_us = rows[0][_NOW_US]
         walk_us = rows[0][_WALK_US]

@@ -68,6 +68,16 @@ class ConflictError(UserError):
     """The object exists but its state forbids what was asked."""
 
 
+class IdempotencyConflict(ConflictError):
+    """An idempotency key stands for job ``id`` already; ``differs`` names the fields in which that job was asked
+    for differently (none: the caller wanted no job but a new one)."""
+
+    def __init__(self, message: str, id: int, differs: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.id = id
+        self.differs = differs
+
+
 class PluginError(UserError):
     """A plugin was refused: file and reason are in the message."""
 

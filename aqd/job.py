@@ -1,33 +1,35 @@
-"""What a job may look like: validation shared by the API, the client, the command line and the worker.
+"""What a job may look like: validation shared by the API, the client, the command line and SQL's arguments.
 
-Pure and without a process of its own: text or values in, a :class:`JobRequest` or checked JSON text
-out. One place decides, so that the three ways to submit a job refuse the same things with the same
-words, and so that a handler's result obeys the rules of a payload.
-
-Promises: whatever passes can be stored in ``jsonb`` and read back without loss, and can be parsed by
-the worker; nothing here depends on Python's recursion limit. JSON is kept as the *text* that was
-sent, because a number such as ``0.10000000000000000001`` would not survive a trip through ``float``.
+Pure and without a process of its own: text or values in, a :class:`JobRequest` out. One place decides, so that
+all ways to submit a job refuse the same things with the same words. What JSON may hold is
+:mod:`aqd.strict_json`'s.
 
 Fails with :class:`aqd.errors.InputError`, which names the value's path, the reason and the bound.
 """
 
-import json
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from aqd.errors import InputError
+from aqd.strict_json import (
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    check_json,
+    check_size,
+    decode,
+    encode_json,
+    kind_of,
+    parse,
+    path_of,
+    show,
+)
 
-MAX_JSON_BYTES: Final = 1 << 20
-MAX_DEPTH: Final = 64
-# The longest exact decimal form of a double has 1,076 characters; more digits carry no meaning and
-# PostgreSQL's numeric stops at 16,383 fractional digits.
-MAX_NUMBER_CHARS: Final = 1100
 MAX_NAME_CHARS: Final = 128
 MIN_PRIORITY: Final = -100
 MAX_PRIORITY: Final = 100
@@ -35,19 +37,25 @@ MAX_ATTEMPTS: Final = 1000
 MAX_TIMEOUT_S: Final = 30 * 86_400
 MAX_DELAY_S: Final = 10 * 366 * 86_400
 MAX_ID: Final = (1 << 63) - 1
+MAX_TAGS: Final = 32
+MAX_META_BYTES: Final = 1 << 16
+MAX_KEY_CHARS: Final = 255
+MAX_BATCH: Final = 1000
 DEFAULT_QUEUE: Final = "default"
+DEFAULT_KEY_TTL_HOURS: Final = 24.0
+MIN_KEY_TTL_HOURS: Final = 0.01
+MAX_KEY_TTL_HOURS: Final = 87_600.0
 # A year on either side of datetime's range, so that every time zone can show the moment.
 MIN_RUN_AT: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_RUN_AT: Final = datetime(9998, 12, 31, tzinfo=UTC)
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+NAME_PATTERN: Final = r"[A-Za-z0-9_.:/-]{1,128}"
+NAME_WORDS: Final = f"1..{MAX_NAME_CHARS} characters of A-Z a-z 0-9 _ . : / -"
+# Visible ASCII: two forms of one accented letter would be two keys that look alike.
+KEY_PATTERN: Final = r"[!-~]([ -~]{0,253}[!-~])?"
+_NAME = re.compile(NAME_PATTERN)
+_KEY = re.compile(KEY_PATTERN)
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-# Possessive, and an unterminated string runs to the end: otherwise a megabyte of \" takes hours.
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_BRACKET = re.compile(r"[\[\]{}]")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_DOUBLE_RANGE = "±1.7976931348623157e308"
 
 
 class State(StrEnum):
@@ -60,10 +68,22 @@ class State(StrEnum):
     CANCELLED = "CANCELLED"
 
 
+class OnConflict(StrEnum):
+    """What to do about an idempotency key that stands for a job already.
+
+    ``return``: give that job, if the request is the same one. ``replace``: give it this request if it is still
+    QUEUED, make a new job if it has begun. ``reject``: refuse.
+    """
+
+    RETURN = "return"
+    REPLACE = "replace"
+    REJECT = "reject"
+
+
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A job that may be stored. ``None`` means "the default of the handler or of the daemon".
 
-    ``payload`` is JSON *text*. At most one of ``run_at`` (aware) and ``delay_s`` is given.
+    ``payload`` and ``meta`` are JSON *text*. At most one of ``run_at`` (aware) and ``delay_s`` is given.
     """
 
     type: str
@@ -74,41 +94,131 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float | None = None
     max_attempts: int | None = None
     timeout_s: float | None = None
+    tags: tuple[str, ...] = ()
+    meta: str | None = None
+    idempotency_key: str | None = None
+    on_conflict: OnConflict = OnConflict.RETURN
 
 
 # --- requests -------------------------------------------------------------------------------------
 
-_FIELDS: Final = frozenset(JobRequest.__struct_fields__)
+Name = Annotated[str, Meta(pattern=f"^{NAME_PATTERN}$", max_length=MAX_NAME_CHARS)]
+Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+Moment = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+Key = Annotated[str, Meta(pattern=f"^{KEY_PATTERN}$", max_length=MAX_KEY_CHARS)]
+
+
+class JobBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A job as a request's body says it. The bounds are those of :func:`validate`, which reads them from the same
+    constants and says more when one is broken; null counts as absent, except for ``payload``."""
+
+    type: Annotated[Name, Meta(description="Which handler runs it.")]
+    payload: Annotated[
+        msgspec.Raw,
+        Meta(description="Any JSON value; what the handler gets.", extra_json_schema={"default": {}}),
+    ] = msgspec.Raw(b"{}")
+    queue: Annotated[Name | None, Meta(description="Default: the handler's queue, else `default`.")] = None
+    priority: Annotated[Priority | None, Meta(description="Higher goes first. Default 0.")] = None
+    run_at: Annotated[
+        Moment | None, Meta(description="Not before this moment (RFC 3339 with zone). In the past: now.")
+    ] = None
+    delay_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_DELAY_S)] | None,
+        Meta(description="Not before so many seconds from now; not together with `run_at`."),
+    ] = None
+    max_attempts: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_ATTEMPTS)] | None,
+        Meta(description="Default: the handler's, else the daemon's."),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(ge=0.1, le=MAX_TIMEOUT_S)] | None,
+        Meta(description="Default: the handler's, else the daemon's."),
+    ] = None
+    tags: Annotated[
+        Annotated[list[Name], Meta(max_length=MAX_TAGS, extra_json_schema={"uniqueItems": True})] | None,
+        Meta(description="To find jobs by."),
+    ] = None
+    meta: Annotated[
+        dict[str, Any] | None,
+        Meta(
+            description=f"Kept with the job and given to its handler; at most {MAX_META_BYTES} bytes of JSON."
+        ),
+    ] = None
+    idempotency_key: Annotated[
+        Key | None,
+        Meta(description="The same as the header Idempotency-Key: of all requests under it one makes a job."),
+    ] = None
+    on_conflict: Annotated[
+        OnConflict | None,
+        Meta(description="What to do if the key stands for a job already. Default `return`."),
+    ] = None
+
+
+_FIELDS: Final = JobBody.__struct_fields__
 
 
 class _RawPayload(msgspec.Struct):
     payload: msgspec.Raw = msgspec.Raw(b"{}")
+    meta: msgspec.Raw | UnsetType = UNSET
 
 
 _RAW_PAYLOAD: Final = msgspec.json.Decoder(_RawPayload)
 
 
-def parse_request(body: bytes, *, max_payload_bytes: int = MAX_JSON_BYTES) -> JobRequest:
-    """The job that a request body (UTF-8 JSON, an object) asks for.
+def parse_request(
+    body: bytes, *, max_payload_bytes: int = MAX_JSON_BYTES, idempotency_key: str | None = None
+) -> JobRequest:
+    """The job that a request body (UTF-8 JSON, an object) asks for; ``idempotency_key`` is the header's.
 
     A field that is ``null`` counts as absent, except ``payload``, where null is a value. Unknown
     fields are refused: a misspelt ``max_atempts`` must not be dropped in silence.
     """
-    text = _decode(body, "")
-    parsed = _parse(
+    text = decode(body, "")
+    parsed = parse(
         text, "", max(MAX_JSON_BYTES, max_payload_bytes), MAX_DEPTH + 1
     )  # 64 levels are the payload's own
+    return from_parsed(
+        parsed, text, field="", max_payload_bytes=max_payload_bytes, idempotency_key=idempotency_key
+    )
+
+
+def from_parsed(
+    parsed: Any,
+    text: str | bytes,
+    *,
+    field: str,
+    max_payload_bytes: int = MAX_JSON_BYTES,
+    idempotency_key: str | None = None,
+) -> JobRequest:
+    """The job that a JSON value asks for: ``parsed``, strictly, from ``text``, which is kept. ``field``: its path."""
     if not isinstance(parsed, dict):
-        raise InputError("", f"the body must be a JSON object, not {_kind(parsed)}")
+        what = "the body" if not field else "it"
+        raise InputError(field, f"{what} must be a JSON object, not {kind_of(parsed)}")
     for name in parsed:
         if name not in _FIELDS:
-            known = ", ".join(JobRequest.__struct_fields__)
-            raise InputError(_path((None, name), ""), f"unknown field; known are {known}")
-    given = {name: value for name, value in parsed.items() if value is not None and name != "payload"}
+            known = ", ".join(_FIELDS)
+            raise InputError(path_of((None, name), field), f"unknown field; known are {known}")
+    given = {
+        name: value for name, value in parsed.items() if value is not None and name not in ("payload", "meta")
+    }
+    if (
+        idempotency_key is not None
+        and given.setdefault("idempotency_key", idempotency_key) != idempotency_key
+    ):
+        raise InputError("idempotency_key", "is another one than the header Idempotency-Key")
     if "type" not in given:
-        raise InputError("type", "is missing: every job names its type")
-    payload = bytes(_RAW_PAYLOAD.decode(text).payload).decode()
-    return validate(payload_json=payload, _checked=True, max_payload_bytes=max_payload_bytes, **given)
+        raise InputError(f"{field}.type" if field else "type", "is missing: every job names its type")
+    raw = _RAW_PAYLOAD.decode(text)
+    meta = parsed.get("meta")
+    if meta is not None and not isinstance(meta, dict):
+        raise InputError("meta", f"must be an object, not {kind_of(meta)}")
+    return validate(
+        payload_json=bytes(raw.payload).decode(),
+        meta_json=bytes(raw.meta).decode() if meta is not None and raw.meta is not UNSET else None,
+        _checked=True,
+        max_payload_bytes=max_payload_bytes,
+        **given,
+    )
 
 
 def validate(
@@ -122,35 +232,110 @@ def validate(
     delay_s: float | None = None,
     max_attempts: int | None = None,
     timeout_s: float | None = None,
+    tags: Sequence[str] | None = None,
+    meta: dict[str, Any] | None = None,
+    meta_json: str | None = None,
+    idempotency_key: str | None = None,
+    on_conflict: str | None = None,
     max_payload_bytes: int = MAX_JSON_BYTES,
     _checked: bool = False,
 ) -> JobRequest:
     """The request made of single values, for callers that hold Python objects.
 
-    The payload is a Python value, or JSON text as ``payload_json``. ``run_at`` is an aware datetime
-    or an RFC 3339 string. Types are not coerced: ``True`` and ``"5"`` are no priorities.
+    The payload is a Python value, or JSON text as ``payload_json``; ``meta`` likewise. ``run_at`` is an aware
+    datetime or an RFC 3339 string. Types are not coerced: ``True`` and ``"5"`` are no priorities.
     """
     type = check_name("type", type)
     if payload_json is None:
         payload_json = encode_json(payload, max_bytes=max_payload_bytes)
     elif _checked:
-        _check_size("payload", len(payload_json.encode()), max_payload_bytes)
+        check_size("payload", len(payload_json.encode()), max_payload_bytes)
     else:
         payload_json = check_json(payload_json, max_bytes=max_payload_bytes)
     if run_at is not None and delay_s is not None:
         raise InputError("delay_s", "give either run_at or delay_s, not both")
+    conflict = OnConflict.RETURN if on_conflict is None else _on_conflict(on_conflict)
+    if conflict is not OnConflict.RETURN and idempotency_key is None:
+        raise InputError("on_conflict", "needs an idempotency_key")
     return JobRequest(
         type=type,
         payload=payload_json,
         queue=None if queue is None else check_name("queue", queue),
-        priority=0 if priority is None else _integer("priority", priority, MIN_PRIORITY, MAX_PRIORITY),
+        priority=0 if priority is None else check_priority(priority),
         run_at=None if run_at is None else parse_moment("run_at", run_at),
-        delay_s=None if delay_s is None else _number("delay_s", delay_s, 0, MAX_DELAY_S),
+        delay_s=None if delay_s is None else check_delay(delay_s),
         max_attempts=None
         if max_attempts is None
-        else _integer("max_attempts", max_attempts, 1, MAX_ATTEMPTS),
-        timeout_s=None if timeout_s is None else _number("timeout_s", timeout_s, 0.1, MAX_TIMEOUT_S),
+        else check_integer("max_attempts", max_attempts, 1, MAX_ATTEMPTS),
+        timeout_s=None if timeout_s is None else check_number("timeout_s", timeout_s, 0.1, MAX_TIMEOUT_S),
+        tags=() if tags is None else check_tags(tags),
+        meta=_meta(meta, meta_json, checked=_checked),
+        idempotency_key=None if idempotency_key is None else check_key(idempotency_key),
+        on_conflict=conflict,
     )
+
+
+def check_priority(value: object) -> int:
+    """A priority."""
+    return check_integer("priority", value, MIN_PRIORITY, MAX_PRIORITY)
+
+
+def check_delay(value: object) -> float:
+    """Seconds from now."""
+    return check_number("delay_s", value, 0, MAX_DELAY_S)
+
+
+def check_tags(value: object) -> tuple[str, ...]:
+    """Tags, each once, as they are."""
+    if not isinstance(value, list | tuple):
+        raise InputError("tags", f"must be an array of strings, not {kind_of(value)}")
+    if len(value) > MAX_TAGS:
+        raise InputError("tags", f"are {len(value)}, at most {MAX_TAGS}", MAX_TAGS)
+    for place, tag in enumerate(value):
+        check_name(f"tags[{place}]", tag)
+        if tag in value[:place]:
+            raise InputError(f"tags[{place}]", f"{show(tag)} stands twice")
+    return tuple(value)
+
+
+def check_key(value: object, field: str = "idempotency_key") -> str:
+    """An idempotency key, as it is."""
+    bound = f"1..{MAX_KEY_CHARS} visible ASCII characters"
+    if not isinstance(value, str):
+        raise InputError(field, f"must be a string, not {kind_of(value)}", bound)
+    if not _KEY.fullmatch(value):
+        raise InputError(
+            field, f"{show(value)} is no key; a key has {bound}, spaces only between them", bound
+        )
+    return value
+
+
+def check_key_ttl(value: object) -> float:
+    """Hours for which an idempotency key stands for its job."""
+    return check_number("idempotency_ttl_hours", value, MIN_KEY_TTL_HOURS, MAX_KEY_TTL_HOURS, "hours")
+
+
+def _on_conflict(value: object) -> OnConflict:
+    choices = ", ".join(OnConflict)
+    if not isinstance(value, str) or value not in tuple(OnConflict):
+        raise InputError("on_conflict", f"{show(value)} is none of {choices}", choices)
+    return OnConflict(value)
+
+
+def _meta(value: object, text: str | None, *, checked: bool) -> str | None:
+    if text is None and value is None:
+        return None
+    if text is None:
+        if not isinstance(value, dict):
+            raise InputError("meta", f"must be an object, not {kind_of(value)}")
+        text = encode_json(value, field="meta", max_bytes=MAX_META_BYTES)
+    elif checked:
+        check_size("meta", len(text.encode()), MAX_META_BYTES)
+    else:
+        check_json(text, field="meta", max_bytes=MAX_META_BYTES)
+        if not text.lstrip(" \t\r\n").startswith("{"):
+            raise InputError("meta", "must be a JSON object")
+    return None if text.strip("{} \t\r\n") == "" else text
 
 
 def parse_id(text: str, field: str = "id") -> int:
@@ -182,7 +367,7 @@ def parse_moment(field: str, value: datetime | str) -> datetime:
         if moment.utcoffset() is None:
             raise InputError(field, "has no time zone; give an aware datetime")
     else:
-        raise InputError(field, f"must be an RFC 3339 time, not {_kind(value)}", "RFC 3339")
+        raise InputError(field, f"must be an RFC 3339 time, not {kind_of(value)}", "RFC 3339")
     # Compared before the conversion: 0001-01-01T00:00:00+12:00 has no UTC form in Python.
     if not MIN_RUN_AT <= moment <= MAX_RUN_AT:
         raise InputError(
@@ -192,316 +377,28 @@ def parse_moment(field: str, value: datetime | str) -> datetime:
 
 
 def check_name(field: str, value: object) -> str:
-    """The name of a type or a queue, as it is."""
+    """The name of a type, a queue or a tag, as it is."""
     if not isinstance(value, str):
-        raise InputError(field, f"must be a string, not {_kind(value)}")
+        raise InputError(field, f"must be a string, not {kind_of(value)}")
     if not _NAME.fullmatch(value):
-        bound = f"1..{MAX_NAME_CHARS} characters of A-Z a-z 0-9 _ . : / -"
-        raise InputError(field, f"{show(value)} is no valid name; a name has {bound}", bound)
+        raise InputError(field, f"{show(value)} is no valid name; a name has {NAME_WORDS}", NAME_WORDS)
     return value
 
 
-def _integer(field: str, value: object, low: int, high: int) -> int:
+def check_integer(field: str, value: object, low: int, high: int) -> int:
+    """A whole number within bounds."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(field, f"must be a whole number, not {_kind(value)}", f"{low}..{high}")
+        raise InputError(field, f"must be a whole number, not {kind_of(value)}", f"{low}..{high}")
     if not low <= value <= high:
         raise InputError(field, f"{show(value)} is not between {low} and {high}", f"{low}..{high}")
     return int(value)
 
 
-def _number(field: str, value: object, low: float, high: float) -> float:
+def check_number(field: str, value: object, low: float, high: float, unit: str = "seconds") -> float:
+    """A number within bounds."""
     bound = f"{low:g}..{high:.12g}"
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InputError(field, f"must be a number of seconds, not {_kind(value)}", bound)
+        raise InputError(field, f"must be a number of {unit}, not {kind_of(value)}", bound)
     if not low <= value <= high:  # also false for NaN
-        raise InputError(field, f"{show(value)} is not between {low:g} and {high:.12g} seconds", bound)
+        raise InputError(field, f"{show(value)} is not between {low:g} and {high:.12g} {unit}", bound)
     return float(value)
-
-
-# --- JSON -----------------------------------------------------------------------------------------
-
-
-def check_json(text: str | bytes, *, field: str = "payload", max_bytes: int = MAX_JSON_BYTES) -> str:
-    """The JSON text itself if it obeys the rules of a payload: size, depth, no NUL, no lone surrogate,
-    no NaN or Infinity, no key twice, numbers in the range of a double."""
-    if isinstance(text, bytes):
-        text = _decode(text, field)
-    _parse(text, field, max_bytes)
-    return text
-
-
-def encode_json(value: Any, *, field: str = "payload", max_bytes: int = MAX_JSON_BYTES) -> str:
-    """The JSON text of a Python value (a handler's result, a client's payload) under the same rules.
-
-    Accepts None, bool, int, float, str, list, tuple and dict with string keys, and their subclasses.
-    Anything else is refused rather than guessed at.
-    """
-    if value is None:
-        return "null"
-    _walk(value, field, max_bytes)
-    try:
-        text = msgspec.json.encode(value).decode()  # 0.2 µs where the standard library takes 5
-    except (TypeError, OverflowError, ValueError, NotImplementedError):
-        text = _ENCODER.encode(value)  # integers beyond 64 bits, subclasses of float, …
-    if len(text) * 4 > max_bytes:  # a character has at most four bytes
-        _check_size(field, len(text.encode()), max_bytes)
-    return text
-
-
-# The walk bounds depth and so excludes cycles.
-_ENCODER: Final = json.JSONEncoder(
-    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
-)
-
-
-def depth_exceeds(text: str, limit: int = MAX_DEPTH) -> bool:
-    """Whether arrays and objects in the JSON text nest deeper than ``limit``.
-
-    One pass without recursion, to be asked *before* a parser: where Python's own parsers give up
-    (RecursionError) differs from version to version. In text that is not JSON the answer may be
-    wrong only behind the first syntax error, where a parser never gets.
-    """
-    if text.count("[") + text.count("{") <= limit:
-        return False
-    depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub("", text)):
-        if bracket[0] in "[{":
-            depth += 1
-            if depth > limit:
-                return True
-        else:
-            depth -= 1
-            if depth < 0:  # a syntax error: no parser reads on
-                return False
-    return False
-
-
-def _decode(body: bytes, field: str) -> str:
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(field, f"is not UTF-8: {error.reason} at byte {error.start}", "UTF-8") from None
-
-
-class _Fault:
-    """Stands in the parsed tree where a number, a constant or an object was refused."""
-
-    def __init__(self, reason: str, bound: str | int | None = None) -> None:
-        self.reason = reason
-        self.bound = bound
-
-
-class _Hooks:
-    """Callbacks of one run of the JSON parser. The parser does not know where it is, so a fault is put
-    into the tree and its path is found afterwards, only if there is one."""
-
-    def __init__(self) -> None:
-        self.faulty = False
-        # PostgreSQL writes 1e300 as 301 digits: six bytes in could be three hundred out.
-        self.expansion = 0
-
-    def fault(self, reason: str, bound: str | int | None = None) -> _Fault:
-        self.faulty = True
-        return _Fault(reason, bound)
-
-    def object(self, pairs: list[tuple[str, Any]]) -> Any:
-        made = dict(pairs)
-        if len(made) == len(pairs):
-            return made
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        return self.fault(f"the key {show(twice)} stands twice in one object")
-
-    def integer(self, digits: str) -> Any:
-        if len(digits) <= 300:
-            return int(digits)
-        if len(digits) > MAX_NUMBER_CHARS or math.isinf(float(digits)):
-            return self.fault("the number is too large", _DOUBLE_RANGE)
-        return int(digits)
-
-    def real(self, digits: str) -> Any:
-        if len(digits) > MAX_NUMBER_CHARS:
-            return self.fault(
-                f"the number has more than {MAX_NUMBER_CHARS} characters", f"{MAX_NUMBER_CHARS} characters"
-            )
-        number = float(digits)
-        if math.isinf(number):
-            return self.fault(f"the number {digits[:40]} is too large", _DOUBLE_RANGE)
-        mantissa, mark, exponent = digits.lower().partition("e")
-        if number == 0 and mantissa.strip("-0.") != "":
-            return self.fault(f"the number {digits[:40]} is too small to be told from zero", "5e-324")
-        # Zeros such as 0e99999999 are numbers too, but PostgreSQL's numeric refuses the exponent.
-        if mark and len(exponent.lstrip("+-0")) > 4:
-            return self.fault(f"the exponent of {digits[:40]} is out of range", _DOUBLE_RANGE)
-        if mark:
-            self.expansion += abs(int(exponent))
-        return number
-
-    def constant(self, name: str) -> Any:
-        return self.fault(f"{name} is not JSON", "finite numbers")
-
-
-def _parse(text: str, field: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:
-    """Parse strictly; raise :class:`InputError` for whatever a payload may not hold."""
-    try:
-        size = len(text) if text.isascii() else len(text.encode())
-    except UnicodeEncodeError:
-        raise InputError(field, "contains a lone surrogate", "Unicode text") from None
-    _check_size(field, size, max_bytes)
-    if not text.strip(" \t\r\n"):
-        raise InputError(field, "is empty; expected JSON")
-    if depth_exceeds(text, max_depth):
-        raise InputError(field, f"is nested deeper than {MAX_DEPTH} levels", MAX_DEPTH)
-    hooks = _Hooks()
-    try:
-        value = json.loads(
-            text,
-            object_pairs_hook=hooks.object,
-            parse_int=hooks.integer,
-            parse_float=hooks.real,
-            parse_constant=hooks.constant,
-        )
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InputError(field, f"is not valid JSON: {error.msg} ({where})") from None
-    # NUL and lone surrogates can only come from \u escapes: the raw ones were refused above.
-    if hooks.faulty or "\\u" in text:
-        _walk(value, field, max_bytes, max_depth)
-    _check_size(field, size + hooks.expansion, max_bytes, "with its numbers written out ")
-    return value
-
-
-def _check_size(field: str, size: int, max_bytes: int, how: str = "") -> None:
-    if size > max_bytes:
-        raise InputError(field, f"is too large: {how}{size} bytes, at most {max_bytes}", max_bytes)
-
-
-_Path = tuple[Any, str | int] | None
-
-
-def _walk(root: Any, field: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> None:
-    """Look at every value below ``root`` without recursion and refuse the first bad one by its path.
-
-    Bounded: each value takes at least two bytes of JSON with its comma, so a value that refers to
-    itself a million times over ends at ``max_bytes``.
-    """
-    _leaf(root, None, field)
-    if not isinstance(root, dict | list | tuple):
-        return
-    stack: list[tuple[Any, _Path, int]] = [(root, None, 1)]
-    room = max_bytes // 2 + 1
-    expansion = 0
-    while stack:
-        container, path, depth = stack.pop()
-        if depth > max_depth:
-            raise InputError(field, f"is nested deeper than {MAX_DEPTH} levels", MAX_DEPTH)
-        room -= len(container)
-        if room < 0:
-            raise InputError(field, f"is too large: at most {max_bytes} bytes", max_bytes)
-        for key, value in _items(container, path, field):
-            if value is None or value is True or value is False:
-                continue
-            _leaf(value, (path, key), field)
-            if isinstance(value, dict | list | tuple):
-                stack.append((value, (path, key), depth + 1))
-            elif isinstance(value, float) and value and not 1e-5 < abs(value) < 1e17:
-                expansion += int(abs(math.log10(abs(value))))
-    _check_size(field, expansion, max_bytes, "with its numbers written out ")
-
-
-def _items(container: Any, path: _Path, field: str) -> Iterator[tuple[str | int, Any]]:
-    if not isinstance(container, dict):
-        yield from enumerate(container)
-        return
-    for key, value in container.items():
-        if not isinstance(key, str):
-            raise InputError(_path(path, field), f"the key {show(key)} is {_kind(key)}; keys are strings")
-        reason = _text_fault(key)
-        if reason:
-            raise InputError(_path(path, field), f"the key {show(key)} {reason}", "Unicode text without NUL")
-        yield key, value
-
-
-def _leaf(value: Any, path: _Path, field: str) -> None:
-    if isinstance(value, str):
-        reason = _text_fault(value)
-        if reason:
-            raise InputError(_path(path, field), reason, "Unicode text without NUL")
-    elif isinstance(value, _Fault):
-        raise InputError(_path(path, field), value.reason, value.bound)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise InputError(_path(path, field), f"{value} is not JSON", "finite numbers")
-    elif isinstance(value, int):
-        if value.bit_length() > 1000 and _is_infinite(value):
-            raise InputError(_path(path, field), "the number is too large", _DOUBLE_RANGE)
-    elif value is not None and not isinstance(value, dict | list | tuple):
-        raise InputError(_path(path, field), f"{_kind(value)} is not JSON")
-
-
-def _is_infinite(number: int) -> bool:
-    try:
-        return math.isinf(float(number))
-    except OverflowError:
-        return True
-
-
-def _text_fault(text: str) -> str | None:
-    if "\0" in text:
-        return "contains the character NUL (\\u0000), which PostgreSQL cannot store"
-    if not text.isascii() and _SURROGATE.search(text):
-        return "contains a lone surrogate (half of a \\ud800–\\udfff pair)"
-    return None
-
-
-# --- words for messages ---------------------------------------------------------------------------
-
-_KINDS: Final = (
-    (bool, "a boolean"),
-    (int, "a number"),
-    (float, "a number"),
-    (str, "a string"),
-    (dict, "an object"),
-    (list, "an array"),
-    (tuple, "an array"),
-)
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    for kind, word in _KINDS:
-        if isinstance(value, kind):
-            return word
-    return f"a {type(value).__name__}"
-
-
-def show(value: object) -> str:
-    """The value in a message: short, printable, ASCII."""
-    if isinstance(value, int) and value.bit_length() > 256:  # int → str has a limit of its own
-        return "a number of more than 77 digits"
-    text = (
-        json.dumps(value)
-        if isinstance(value, str)
-        else ascii(value)
-        if not isinstance(value, datetime)
-        else str(value)
-    )
-    return text if len(text) <= 80 else text[:76] + "…" + text[-1]
-
-
-def _path(path: _Path, field: str) -> str:
-    """``payload.items[3].name``; keys that are no plain words are quoted."""
-    steps: list[str | int] = []
-    while path is not None:
-        path, step = path
-        steps.append(step)
-    text = field
-    for step in reversed(steps):
-        if isinstance(step, int):
-            text += f"[{step}]"
-        elif _PLAIN_KEY.fullmatch(step):
-            text += f".{step}" if text else step
-        else:
-            text += f"[{show(step)}]"
-    return text

@@ -40,10 +40,10 @@ from aqd.errors import Discard, Exit, InputError, JobCancelled, JobInterrupted, 
 from aqd.failures import Explained, describe
 from aqd.helpers import Helpers
 from aqd.hookspecs import HandlerInfo, JobContext
-from aqd.job import encode_json
 from aqd.page import NOTE_BYTES, Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import STOP_SIGNAL, boottime_ns
+from aqd.strict_json import encode_json
 from aqd.tidy import Tidy
 
 logger = log.get_logger("worker")

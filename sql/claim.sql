@@ -12,6 +12,8 @@
 --   by one as they are pulled, so nothing beyond the outer limit is locked.
 -- - The rows are then named by an array, so that only the primary key can find them (lease.sql, 2).
 -- - Known types only: an unknown type costs nobody an attempt.
+-- - Of a queue with a limit (:limited, its lanes alone) no more than aqd.queue_room allows, which holds the
+--   queue's row until the end. The sub-select of a LIMIT is evaluated once, before the first row.
 -- - Always at least one row: now_us is the database's clock, which the floors are made of; walk_us is what
 --   finding the rows has cost the server (the sub-select is evaluated once, at the first row).
 -- Index: jobs_ready, one range per lane; then the primary key.
@@ -26,6 +28,9 @@ with lane as (
         from unnest(:queues::text[], :priorities::smallint[], :floors_us::bigint[], :floor_ids::bigint[])
              as u(queue, priority, floor_us, floor_id)
     ) as l
+), room as materialized (
+    select case when :limited::text is null then :limit::bigint
+                else aqd.queue_room(:limited::text, :limit::bigint) end as jobs
 ), picked as materialized (
     select ready.id
     from lane cross join lateral (
@@ -38,10 +43,10 @@ with lane as (
           and j.run_at <= now()
           and j.type = any(:types::text[])
         order by j.run_at, j.id
-        limit :limit::bigint
+        limit (select r.jobs from room r)
         for no key update skip locked
     ) as ready
-    limit :limit::bigint
+    limit (select r.jobs from room r)
 ), claimed as (
     update aqd.jobs j
     set state = 'PROCESSING',
@@ -55,7 +60,7 @@ with lane as (
     returning j.id, j.lease_token, j.type, j.queue, j.priority, j.payload::text as payload, j.attempt,
               j.max_attempts, j.timeout_s,
               (date_part('epoch', j.created_at) * 1000000::double precision)::bigint as created_at_us,
-              j.interruptions, j.crashes,
+              j.interruptions, j.crashes, array_to_json(j.tags)::text as tags, j.meta::text as meta,
               (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us
 )
 select c.*, clock.now_us,

@@ -6,7 +6,8 @@ select j.id, j.state, j.type, j.queue, j.priority, j.payload::text, null::text a
        j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
        j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
        null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
-       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output
+       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output,
+       j.tags, j.meta::text
 from aqd.jobs j
 where j.id = :id::bigint
 
@@ -16,7 +17,8 @@ where j.id = :id::bigint
 select h.id, h.state, h.type, h.queue, h.priority, h.payload::text, h.result::text, h.attempt,
        h.max_attempts, h.timeout_s, h.run_at, h.created_at, h.claimed_at, h.finished_at,
        null::text as last_error, h.node_id, h.crashes, h.interruptions, h.retries, h.wall_s, h.cpu_s, h.peak_kb,
-       h.cancel_requested_at, null::real as progress_percent, null::text as progress_message, h.output
+       h.cancel_requested_at, null::real as progress_percent, null::text as progress_message, h.output,
+       h.tags, h.meta::text
 from aqd.job_history h
 where h.id = :id::bigint
   and h.finished_at > coalesce(now() - :within_s::double precision * interval '1 second', '-infinity')
@@ -30,7 +32,8 @@ limit 1
 select a.id, a.state, a.type, a.queue, a.priority, null::text as payload, null::text as result, a.attempt,
        a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
        a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb,
-       a.cancel_requested_at, a.progress_percent, a.progress_message, null::text as output
+       a.cancel_requested_at, a.progress_percent, a.progress_message, null::text as output,
+       a.tags, a.meta::text
 from aqd.all_jobs a
 where (:before::bigint is null or a.id < :before::bigint)
   and (:state::text is null or a.state = :state::text)
@@ -48,7 +51,8 @@ select j.id, j.state, j.type, j.queue, j.priority, null::text as payload, null::
        j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
        j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
        null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
-       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output
+       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output,
+       j.tags, j.meta::text
 from aqd.jobs j
 where (:before::bigint is null or j.id < :before::bigint)
   and j.state = :state::text
@@ -73,7 +77,7 @@ with changed as (
     from changed c
     where f.job_id = c.id and f.resolved_at is null
 )
-select c.id, c.state, c.run_at, c.created_at, c.queue from changed c where (select aqd.wake()) is not null
+select c.id, c.state, c.run_at, c.created_at, c.queue, 'created' from changed c where (select aqd.wake()) is not null
 
 -- name: cancel_job :one
 -- The function decides everything (migration 0002); null: there is no such job. Its writes are not visible to the

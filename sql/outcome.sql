@@ -31,10 +31,11 @@ with locked as materialized (
     insert into aqd.job_history (
         id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
         max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
-        payload, result, cancel_requested_at, output)
+        payload, result, cancel_requested_at, output, tags, meta)
     select l.id, l.finished_at, l.run_at, l.created_at, l.claimed_at, l.lease_token, l.timeout_s, l.wall_s,
            l.cpu_s, l.peak_kb, l.max_attempts, l.attempt, l.crashes, l.interruptions, l.retries, l.priority,
-           'COMPLETED', l.type, l.queue, l.node_id, l.payload, l.result::jsonb, l.cancel_requested_at, l.output
+           'COMPLETED', l.type, l.queue, l.node_id, l.payload, l.result::jsonb, l.cancel_requested_at, l.output,
+           l.tags, l.meta
     from locked l
 ), resolved as (
     update aqd.failed_jobs f

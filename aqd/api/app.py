@@ -11,7 +11,7 @@ from aqd.api import problems, resources
 from aqd.api.auth import AdminKey
 from aqd.api.pool import Pool
 from aqd.config import Config
-from aqd.job import MAX_JSON_BYTES
+from aqd.strict_json import MAX_JSON_BYTES
 
 
 class Application(falcon.App[falcon.Request, falcon.Response]):

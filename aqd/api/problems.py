@@ -15,7 +15,6 @@ from typing import Any
 import falcon
 import msgspec
 
-from aqd import job
 from aqd.errors import (
     ConflictError,
     DatabaseUnavailable,
@@ -25,6 +24,7 @@ from aqd.errors import (
     UserError,
 )
 from aqd.log import get_logger
+from aqd.strict_json import show
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
@@ -143,4 +143,4 @@ def handle(req: falcon.Request, resp: falcon.Response, error: Exception, _params
     for name, value in problem.headers.items():
         resp.set_header(name, value)
     if problem.status >= 500 and problem.status != 503:
-        log.error("request failed", method=req.method, path=job.show(req.path), status=problem.status)
+        log.error("request failed", method=req.method, path=show(req.path), status=problem.status)

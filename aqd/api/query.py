@@ -9,7 +9,7 @@ import falcon
 
 from aqd.api.problems import Problem
 from aqd.errors import InputError
-from aqd.job import show
+from aqd.strict_json import show
 
 LIMIT_DEFAULT = 50
 LIMIT_MAX = 1000

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from aqd.errors import InputError
-from aqd.job import MAX_ID, show
+from aqd.job import MAX_ID
 from aqd.store import AttemptRow, Cancelled, EnqueuedJob, FailedJobRow, Health, JobRow
+from aqd.strict_json import show
 
 Row = TypeVar("Row")
 

@@ -151,7 +151,7 @@ def test_empty_database_is_refused(conn: database.Connection) -> None:
 
 def test_older_schema_is_refused_until_migrated(conn: database.Connection, tmp_path: Path) -> None:
     migrate.migrate(conn)
-    folder = further(tmp_path, "-- aqd: online\nalter table aqd.jobs add column tags text[];")
+    folder = further(tmp_path, "-- aqd: online\nalter table aqd.jobs add column colours text[];")
     with pytest.raises(
         SchemaMismatch, match=rf"is at version {NEWEST}, this aqd needs {NEWEST + 1}.*aqd db migrate"
     ):

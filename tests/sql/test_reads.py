@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from aqd import database, migrate, store, store_read
+from aqd import database, migrate, store
 from aqd.config import Database
 from aqd.errors import ConflictError, NotFoundError
+from aqd.store import look
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads
 
@@ -60,7 +61,7 @@ def test_list_by_queue_is_bounded_in_time(connect: Connect, queue: Queue) -> Non
     queue.add(2, queue="q")
     for job in book().claim(conn, 2):
         store.record_completed(conn, [completion(job)])
-    days = round(store_read.QUEUE_WINDOW_S / 86_400) + 1
+    days = round(look.QUEUE_WINDOW_S / 86_400) + 1
     queue.conn.execute(f"select aqd.create_history_partition((now() at time zone 'UTC')::date - {days})")
     queue.conn.execute(
         f"update aqd.job_history set finished_at = finished_at - interval '{days} days' "

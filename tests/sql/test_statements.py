@@ -225,6 +225,7 @@ def test_claim_reads_one_index_range_per_lane(conn: database.Connection, queue: 
         "token": "1",
         "lease_s": "30",
         "node_id": "x",
+        "limited": None,
     }
     statement = statements.get("claim_jobs")
     conn.execute(b"prepare claim as " + statement.text)

@@ -31,6 +31,7 @@ from aqd import (
     page,
     plugin_files,
     process,
+    strict_json,
 )
 from aqd.api import app, query, render
 from aqd.errors import Exit
@@ -310,7 +311,7 @@ def test_the_fields_of_a_job() -> None:
     assert rows["delay_s"] == f"0..{job.MAX_DELAY_S}"
     assert rows["max_attempts"] == f"1..{job.MAX_ATTEMPTS}"
     assert rows["timeout_s"] == f"0.1..{job.MAX_TIMEOUT_S}"
-    assert rows["payload"] == f"{job.MAX_JSON_BYTES >> 20} MiB, {job.MAX_DEPTH} levels"
+    assert rows["payload"] == f"{strict_json.MAX_JSON_BYTES >> 20} MiB, {strict_json.MAX_DEPTH} levels"
     assert rows["type"].startswith(f"1..{job.MAX_NAME_CHARS} ")
 
 
@@ -375,16 +376,16 @@ def test_kinds_and_reasons() -> None:
 def test_the_limits() -> None:
     limit = {row[0]: row[1] for row in PAGE.table("what", "Limits").rows}
     slots = config.OPTIONS["daemon.slots"].high
-    mib = f"{job.MAX_JSON_BYTES >> 20} MiB"
+    mib = f"{strict_json.MAX_JSON_BYTES >> 20} MiB"
     assert limit["payload"].startswith(mib)
     assert "67108864" in (ROOT / "sql/migrations/0001_schema.sql").read_text()
     assert "64 MiB by SQL" in limit["payload"]
-    assert app.body_limit(config.Config()) == job.MAX_JSON_BYTES
+    assert app.body_limit(config.Config()) == strict_json.MAX_JSON_BYTES
     assert limit["body of a request"].startswith(mib)
-    assert config.Config().jobs.max_result_bytes == job.MAX_JSON_BYTES
+    assert config.Config().jobs.max_result_bytes == strict_json.MAX_JSON_BYTES
     assert limit["result of a handler"] == f"{mib} (`jobs.max_result_bytes`)"
-    assert limit["nesting of JSON"] == f"{job.MAX_DEPTH} levels"
-    assert limit["one number in JSON"] == f"{job.MAX_NUMBER_CHARS} characters"
+    assert limit["nesting of JSON"] == f"{strict_json.MAX_DEPTH} levels"
+    assert limit["one number in JSON"] == f"{strict_json.MAX_NUMBER_CHARS} characters"
     assert limit["names of types and queues"] == f"{job.MAX_NAME_CHARS} characters"
     assert limit["slots of a daemon"] == str(slots)
     assert limit["attempts, and crashes, of a job"] == str(job.MAX_ATTEMPTS)

@@ -47,6 +47,8 @@ class JobRow(NamedTuple):
     progress_percent: float | None
     progress_message: str | None
     output: str | None
+    tags: list[str] | None
+    meta: str | None
 
 
 class JobFilter(NamedTuple):
@@ -61,13 +63,19 @@ _ANY: Final = JobFilter()
 
 
 class EnqueuedJob(NamedTuple):
-    """What submitting (or retrying) answers."""
+    """What submitting (or retrying) answers.
+
+    ``outcome``: ``created``; under an idempotency key also ``existing`` (the first job, as it is now) and
+    ``replaced`` (the waiting job has this request now). All but ``id`` and ``outcome`` are None where the first
+    job is gone, deleted by hand.
+    """
 
     id: int
-    state: str
-    run_at: datetime
-    created_at: datetime
-    queue: str
+    state: str | None
+    run_at: datetime | None
+    created_at: datetime | None
+    queue: str | None
+    outcome: str = "created"
 
 
 class FailedJobRow(NamedTuple):
