@@ -10,8 +10,27 @@ import hmac
 import falcon
 
 from aqd.api.problems import Problem
+from aqd.config import Config
 
 HEADER = "x-admin-key"
+
+
+class Guard:
+    """Who may do what, and the line in the log about it."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._admin = AdminKey(cfg.api.admin_api_key)
+
+    def admit(self, req: falcon.Request, scope: str | None, *, changes: bool) -> str:
+        """The name of the request's key, "" without one; a :class:`Problem` if it may not do this."""
+        del changes
+        if scope != "admin":
+            return ""
+        self._admin.require(req)
+        return "admin"
+
+    def audit(self, req: falcon.Request, action: str, path: dict[str, str], key: str, status: int) -> None:
+        """Write down who has changed something."""
 
 
 class AdminKey:

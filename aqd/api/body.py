@@ -1,13 +1,20 @@
-"""Reading a JSON body: its declared form first, then at most ``limit`` bytes of it.
+"""Reading a JSON body: its declared form first, then at most so many bytes of it.
 
-Runs in the API's workers. Promises: no more than ``limit`` + one read is ever held, whether the length
+Runs in the API's workers. Promises: no more than that + one read is ever held, whether the length
 was declared or the body is chunked; what is refused for its form (415) or size (413) is not read at all
-or no further. What the bytes mean is :mod:`aqd.job`'s business.
+or no further. What the bytes mean is a type's business, or :mod:`aqd.job`'s.
 """
 
+import re
+from typing import Any
+
 import falcon
+import msgspec
 
 from aqd.api.problems import Problem
+from aqd.config import Config
+from aqd.errors import InputError
+from aqd.strict_json import MAX_JSON_BYTES, check_json
 
 _STEP = 1 << 16
 # msgspec and PostgreSQL speak UTF-8; RFC 8259 allows nothing else between systems.
@@ -15,13 +22,47 @@ _UTF8 = frozenset(("utf-8", "utf8", "us-ascii"))
 _WANTED = "application/json"
 
 
-def read_json(req: falcon.Request, limit: int) -> bytes:
+def limit(cfg: Config) -> int:
+    """Bytes of the largest body: 1 MiB, or more if the configuration allows larger payloads."""
+    return max(MAX_JSON_BYTES, cfg.jobs.max_payload_bytes)
+
+
+def read_json(req: falcon.Request, most: int) -> bytes:
     """The body's bytes; raises :class:`Problem` 400, 413 or 415."""
     _check_form(req)
     declared = _declared(req)
-    if declared is not None and declared > limit:
-        raise _too_large(limit)
-    return _read(req, limit, declared)
+    if declared is not None and declared > most:
+        raise _too_large(most)
+    return _read(req, most, declared)
+
+
+def decode(data: bytes, type: Any) -> Any:
+    """The body as a value of a msgspec type. :class:`InputError` names the field, what is wrong and the bound."""
+    text = check_json(data, field="")
+    try:
+        return msgspec.json.decode(text, type=type)
+    except msgspec.ValidationError as error:
+        raise _input_error(str(error)) from None
+
+
+# As msgspec says it: "Expected `int` <= 100 - at `$.jobs[3].priority`", "Object contains unknown field `x`".
+_AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_BOUND = re.compile(r"Expected `\w+` (?:of length )?(?P<bound>(?:[<>]=?|matching regex) .*)", re.DOTALL)
+
+
+def _input_error(message: str) -> InputError:
+    found = _AT.fullmatch(message)
+    assert found is not None  # it matches everything
+    what, path = found["what"], found["path"] or ""
+    if (name := _UNKNOWN.fullmatch(what)) is not None:
+        field = name[1][:80].encode("ascii", "backslashreplace").decode()
+        return InputError(f"{path}.{field}" if path else field, "unknown field")
+    if (name := _MISSING.fullmatch(what)) is not None:
+        return InputError(f"{path}.{name[1]}" if path else name[1], "is missing")
+    bound = _BOUND.fullmatch(what)
+    return InputError(path, what[:1].lower() + what[1:], bound["bound"] if bound else None)
 
 
 def _check_form(req: falcon.Request) -> None:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from aqd.api import documents
 from aqd.errors import InputError
-from aqd.job import MAX_ID
+from aqd.job import MAX_ID, JobRequest, State
 from aqd.store import AttemptRow, Cancelled, EnqueuedJob, FailedJobRow, Health, JobRow
 from aqd.strict_json import show
 
@@ -21,7 +22,11 @@ Row = TypeVar("Row")
 
 def moment(value: datetime | None) -> str | None:
     """``2026-11-29T17:40:01.123456Z``."""
-    return None if value is None else value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    return None if value is None else _moment(value)
+
+
+def _moment(value: datetime) -> str:
+    return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
 def raw(text: str | None) -> msgspec.Raw | None:
@@ -51,25 +56,21 @@ def read_cursor(kind: str, text: str) -> int:
     raise InputError("cursor", f"{show(text)} is no cursor of this list; use next_cursor of the page before")
 
 
-def page(
-    name: str,
-    rows: Sequence[Row],
-    limit: int,
-    kind: str,
-    id_of: Callable[[Row], int],
-    render: Callable[[Row], Any],
-) -> dict[str, Any]:
-    """One page from up to ``limit + 1`` rows; ``next_cursor`` is null on the last one."""
+def split(
+    rows: Sequence[Row], limit: int, kind: str, id_of: Callable[[Row], int]
+) -> tuple[Sequence[Row], str | None]:
+    """The rows of one page from up to ``limit + 1`` of them, and the cursor of the next; None on the last one."""
     more = len(rows) > limit
     shown = rows[:limit]
-    return {
-        name: [render(row) for row in shown],
-        "next_cursor": cursor(kind, id_of(shown[-1])) if more else None,
-    }
+    return shown, cursor(kind, id_of(shown[-1])) if more else None
 
 
-def enqueued(row: EnqueuedJob) -> dict[str, Any]:
-    """What submitting or retrying answers. ``jobId`` is ``id`` for clients of earlier systems."""
+def enqueued(row: EnqueuedJob) -> documents.Enqueued:
+    """What submitting or retrying answers."""
+    return documents.Enqueued(**_enqueued(row))
+
+
+def _enqueued(row: EnqueuedJob) -> dict[str, Any]:
     return {
         "id": str(row.id),
         "jobId": str(row.id),
@@ -79,19 +80,30 @@ def enqueued(row: EnqueuedJob) -> dict[str, Any]:
     }
 
 
-def cancelled(row: Cancelled) -> dict[str, Any]:
-    """What cancelling answers: the job's state after it; PROCESSING means that it was asked to end."""
-    return {
-        "id": str(row.id),
-        "jobId": str(row.id),
-        "status": row.state,
-        "cancel_requested_at": moment(row.cancel_requested_at),
-        "finished_at": moment(row.finished_at),
-    }
+def submitted(row: EnqueuedJob, request: JobRequest) -> documents.Submitted:
+    """What ``POST /jobs`` answers."""
+    return documents.Submitted(
+        **_enqueued(row), type=request.type, queue=row.queue, priority=request.priority, outcome=row.outcome
+    )
 
 
-def job(row: JobRow) -> dict[str, Any]:
-    """A job in a list: everything but payload, result, output and attempts."""
+def cancelled(row: Cancelled) -> documents.Cancelled:
+    """What cancelling answers."""
+    return documents.Cancelled(
+        id=str(row.id),
+        jobId=str(row.id),
+        status=State(row.state),
+        cancel_requested_at=moment(row.cancel_requested_at),
+        finished_at=moment(row.finished_at),
+    )
+
+
+def job(row: JobRow) -> documents.Job:
+    """A job in a list."""
+    return documents.Job(**_job(row))
+
+
+def _job(row: JobRow) -> dict[str, Any]:
     return {
         "id": str(row.id),
         "status": row.state,
@@ -110,89 +122,92 @@ def job(row: JobRow) -> dict[str, Any]:
         "progress": progress(row),
         "node": row.node_id,
         "error": row.last_error,
+        "tags": row.tags or [],
+        "meta": raw(row.meta),
     }
 
 
-def progress(row: JobRow) -> dict[str, Any] | None:
-    """What the handler last said about how far it is, null when it has said nothing."""
+def progress(row: JobRow) -> documents.Progress | None:
+    """What the handler last said about how far it is, None when it has said nothing."""
     if row.progress_percent is None and row.progress_message is None:
         return None
-    return {"percent": row.progress_percent, "message": row.progress_message}
+    return documents.Progress(percent=row.progress_percent, message=row.progress_message)
 
 
-def job_in_full(row: JobRow, attempts: Sequence[AttemptRow]) -> dict[str, Any]:
-    """One job: payload, result, what it used, the output that its handler keeps, and the attempts that did
-    not complete, oldest first."""
-    return job(row) | {
-        "jobId": str(row.id),
-        "payload": raw(row.payload),
-        "result": raw(row.result),
-        "output": row.output,
-        "timings": {
-            "waited_s": _seconds_between(row.created_at, row.claimed_at),
-            "wall_s": row.wall_s,
-            "cpu_s": row.cpu_s,
-            "peak_kb": row.peak_kb,
-        },
-        "crashes": row.crashes,
-        "interruptions": row.interruptions,
-        "attempts": [attempt(each) for each in attempts],
-    }
+def job_in_full(row: JobRow, attempts: Sequence[AttemptRow]) -> documents.JobInFull:
+    """One job with all that is known of it."""
+    return documents.JobInFull(
+        **_job(row),
+        jobId=str(row.id),
+        payload=raw(row.payload),
+        result=raw(row.result),
+        output=row.output,
+        timings=documents.Timings(
+            waited_s=_seconds_between(row.created_at, row.claimed_at),
+            wall_s=row.wall_s,
+            cpu_s=row.cpu_s,
+            peak_kb=row.peak_kb,
+        ),
+        crashes=row.crashes,
+        interruptions=row.interruptions,
+        attempts=[attempt(each) for each in attempts],
+    )
 
 
-def attempt(row: AttemptRow) -> dict[str, Any]:
+def attempt(row: AttemptRow) -> documents.Attempt:
     """An attempt that did not complete."""
-    return {
-        "attempt": row.attempt,
-        "kind": row.kind,
-        "reason": row.reason,
-        "error": row.error,
-        "traceback": row.traceback,
-        "signal": row.signal,
-        "exit_code": row.exit_code,
-        "started_at": moment(row.started_at),
-        "finished_at": moment(row.finished_at),
-        "wall_s": row.wall_s,
-        "cpu_s": row.cpu_s,
-        "peak_kb": row.peak_kb,
-        "node": row.node_id,
-        "output": row.output,
-    }
+    return documents.Attempt(
+        attempt=row.attempt,
+        kind=row.kind,
+        reason=row.reason,
+        error=row.error,
+        traceback=row.traceback,
+        signal=row.signal,
+        exit_code=row.exit_code,
+        started_at=moment(row.started_at),
+        finished_at=_moment(row.finished_at),
+        wall_s=row.wall_s,
+        cpu_s=row.cpu_s,
+        peak_kb=row.peak_kb,
+        node=row.node_id,
+        output=row.output,
+    )
 
 
-def failed_job(row: FailedJobRow) -> dict[str, Any]:
-    """A dead-letter record; ``id`` is the record's, ``job_id`` the job's, ``status`` what became of it."""
-    return {
-        "id": str(row.id),
-        "job_id": str(row.job_id),
-        "status": row.state,
-        "type": row.type,
-        "queue": row.queue,
-        "kind": row.kind,
-        "reason": row.reason,
-        "error": row.error,
-        "traceback": row.traceback,
-        "attempts": row.attempts,
-        "failures": row.failures,
-        "failed_at": moment(row.failed_at),
-        "retried_at": moment(row.retried_at),
-        "resolved_at": moment(row.resolved_at),
-        "resolution": row.resolution,
-    }
+def failed_job(row: FailedJobRow) -> documents.FailedJob:
+    """A dead-letter record."""
+    return documents.FailedJob(
+        id=str(row.id),
+        job_id=str(row.job_id),
+        status=State(row.state) if row.state else None,
+        type=row.type,
+        queue=row.queue,
+        kind=row.kind,
+        reason=row.reason,
+        error=row.error,
+        traceback=row.traceback,
+        attempts=row.attempts,
+        failures=row.failures,
+        failed_at=_moment(row.failed_at),
+        retried_at=moment(row.retried_at),
+        resolved_at=moment(row.resolved_at),
+        resolution=row.resolution,
+    )
 
 
-def health(found: Health) -> dict[str, Any]:
-    """Status, schema and nodes. No node is no failure: jobs are accepted, and wait."""
-    fits = found.problem is None
-    schema: dict[str, Any] = {"ok": fits, "current": found.schema_current, "wanted": found.schema_wanted}
-    if not fits:
-        schema["reason"] = found.problem
-    return {
-        "status": "ok" if fits else "unavailable",
-        "database": "ok",
-        "schema": schema,
-        "nodes": {"live": found.live_nodes},
-    }
+def health(found: Health) -> documents.Health:
+    """Status, schema and nodes."""
+    return documents.Health(
+        status="ok" if found.problem is None else "unavailable",
+        database="ok",
+        schema=documents.Schema(
+            ok=found.problem is None,
+            current=found.schema_current,
+            wanted=found.schema_wanted,
+            reason=found.problem,
+        ),
+        nodes=documents.LiveNodes(live=found.live_nodes),
+    )
 
 
 def _seconds_between(begin: datetime, end: datetime | None) -> float | None:

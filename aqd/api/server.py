@@ -24,7 +24,7 @@ from gunicorn import glogging  # type: ignore[import-untyped]
 from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
 
 from aqd import config, log, paths, process, systemd
-from aqd.api import app
+from aqd.api import app, body
 from aqd.api.gate import GateWorker
 from aqd.config import Config
 from aqd.errors import AqdError, Exit, WorldError
@@ -78,7 +78,7 @@ class Server(BaseApplication):  # type: ignore[misc]
         if not os.access(self.cfg.worker_tmp_dir, os.W_OK):
             self.cfg.set("worker_tmp_dir", None)
         GateWorker.request_timeout_s = api.request_timeout_s
-        GateWorker.max_body = app.body_limit(self._aqd)
+        GateWorker.max_body = body.limit(self._aqd)
 
     def reload(self) -> None:
         """SIGHUP. gunicorn would end the service for a mistake in the configuration; we go on."""

@@ -336,6 +336,7 @@ def test_locking_happens_once(conn: database.Connection, queue: Queue) -> None:
         "token": "1",
         "lease_s": "30",
         "node_id": "'x'",
+        "limited": "null",
     }
     ordered = [names[param] for param in statements.get("claim_jobs").params]
     filled = re.sub(r"\$(\d+)", lambda match: ordered[int(match[1]) - 1], text)

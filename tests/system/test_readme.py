@@ -33,7 +33,7 @@ from aqd import (
     process,
     strict_json,
 )
-from aqd.api import app, query, render
+from aqd.api import app, body, query, render
 from aqd.errors import Exit
 from aqd.hookspecs import HOOK_NAMES, HandlerOptions, Hooks, JobContext
 from aqd.job import JobRequest, State
@@ -380,7 +380,7 @@ def test_the_limits() -> None:
     assert limit["payload"].startswith(mib)
     assert "67108864" in (ROOT / "sql/migrations/0001_schema.sql").read_text()
     assert "64 MiB by SQL" in limit["payload"]
-    assert app.body_limit(config.Config()) == strict_json.MAX_JSON_BYTES
+    assert body.limit(config.Config()) == strict_json.MAX_JSON_BYTES
     assert limit["body of a request"].startswith(mib)
     assert config.Config().jobs.max_result_bytes == strict_json.MAX_JSON_BYTES
     assert limit["result of a handler"] == f"{mib} (`jobs.max_result_bytes`)"
