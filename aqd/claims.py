@@ -43,9 +43,9 @@ class ClaimedJob(NamedTuple):
     created_at_us: int
     interruptions: int
     crashes: int
-    tags: str | None
-    meta: str | None
     run_at_us: int
+    tags: str | None = None
+    meta: str | None = None
 
 
 # The columns behind those of ClaimedJob: the database's clock, and what the claim cost there. The time on

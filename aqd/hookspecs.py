@@ -25,6 +25,7 @@ import copy
 import difflib
 import functools
 import inspect
+import json
 import logging
 import math
 import re
@@ -345,8 +346,10 @@ class JobContext:
     __slots__ = (
         "_created_at_us",
         "_logger",
+        "_meta",
         "_progress",
         "_should_stop",
+        "_tags",
         "attempt",
         "id",
         "max_attempts",
@@ -365,6 +368,8 @@ class JobContext:
         created_at_us: int,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[float | None, str], None] = lambda _percent, _message: None,
+        tags: str | None = None,
+        meta: str | None = None,
     ) -> None:
         self.id = id
         self.type = type
@@ -374,12 +379,23 @@ class JobContext:
         self._created_at_us = created_at_us
         self._should_stop = should_stop
         self._progress = progress
+        self._tags, self._meta = tags, meta  # JSON text
         self._logger: logging.LoggerAdapter[logging.Logger] | None = None
 
     @property
     def created_at(self) -> datetime:
         """When the job was submitted (aware, UTC)."""
         return _EPOCH + timedelta(microseconds=self._created_at_us)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What the job was submitted with to be found by."""
+        return tuple(msgspec.json.decode(self._tags)) if self._tags else ()
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What was submitted beside the payload: a trace id, who asked. A new dict each time."""
+        return json.loads(self._meta) if self._meta else {}
 
     @property
     def logger(self) -> "logging.LoggerAdapter[logging.Logger]":

@@ -59,6 +59,7 @@ class Held:
     flags: int = 0
     expected_ns: int = 0
     payload_bytes: int = 0
+    extra_bytes: int = 0  # tags and meta
     lost: bool = False
     cancelled: bool = False
 
@@ -67,7 +68,7 @@ class Held:
         """What it takes of a frame."""
         assert self.job is not None
         names = len(self.job.type) + len(self.job.queue)
-        return min(self.payload_bytes, INLINE_PAYLOAD) + names + _ENTRY_BYTES
+        return min(self.payload_bytes, INLINE_PAYLOAD) + self.extra_bytes + names + _ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -158,6 +159,8 @@ class Link:
                     held.max_attempts,
                     job.queue,
                     job.created_at_us,
+                    job.tags,
+                    job.meta,
                 )
             )
         try:

@@ -227,7 +227,8 @@ class Drained(_Message):
 
 
 class JobEntry(msgspec.Struct, array_like=True, frozen=True):
-    """A job in a frame. ``payload``: JSON text; None if it comes as the next memfd of the message."""
+    """A job in a frame. ``payload``: JSON text; None if it comes as the next memfd of the message.
+    ``tags`` and ``meta``: JSON text."""
 
     number: int
     id: int
@@ -237,6 +238,8 @@ class JobEntry(msgspec.Struct, array_like=True, frozen=True):
     max_attempts: int
     queue: str
     created_at_us: int
+    tags: str | None = None
+    meta: str | None = None
 
 
 class Frame(_Message):

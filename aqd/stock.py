@@ -82,7 +82,9 @@ class Stock:
         """What the node holds of a claimed job."""
         held = Held(job.id, job.token, job.attempt, certain_ns, job)
         self._limit(held, job)
-        held.payload_bytes = len(job.payload if job.payload.isascii() else job.payload.encode())
+        held.payload_bytes = _bytes(job.payload)
+        if job.meta or job.tags:
+            held.extra_bytes = _bytes(job.meta or "") + _bytes(job.tags or "")
         return held
 
     def _limit(self, held: Held, job: ClaimedJob) -> None:
@@ -232,6 +234,10 @@ class Stock:
             assert held.job is not None
             held.expected_ns = self.estimates.expected_ns(held.job.type)
             yield held.expected_ns, held.frame_bytes
+
+
+def _bytes(text: str) -> int:
+    return len(text if text.isascii() else text.encode())
 
 
 def _release_row(row: deque[Held], release: Callable[[Held, str], None], reason: str) -> None:

@@ -502,6 +502,8 @@ class Worker:
             attempt=entry.attempt,
             max_attempts=entry.max_attempts,
             created_at_us=entry.created_at_us,
+            tags=entry.tags,
+            meta=entry.meta,
             should_stop=lambda: self.page.stop_entry == entry.number,
             progress=lambda percent, message: self._note(entry.number, percent, message),
         )

@@ -60,8 +60,9 @@ with lane as (
     returning j.id, j.lease_token, j.type, j.queue, j.priority, j.payload::text as payload, j.attempt,
               j.max_attempts, j.timeout_s,
               (date_part('epoch', j.created_at) * 1000000::double precision)::bigint as created_at_us,
-              j.interruptions, j.crashes, array_to_json(j.tags)::text as tags, j.meta::text as meta,
-              (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us
+              j.interruptions, j.crashes,
+              (date_part('epoch', j.run_at) * 1000000::double precision)::bigint as run_at_us,
+              array_to_json(j.tags)::text as tags, j.meta::text as meta
 )
 select c.*, clock.now_us,
        (date_part('epoch', (select clock_timestamp()) - now()) * 1000000::double precision)::bigint as walk_us
