@@ -78,6 +78,10 @@ class IdempotencyConflict(ConflictError):
         self.differs = differs
 
 
+class NotAllowedError(UserError):
+    """The API key is missing, wrong, or may not do this."""
+
+
 class PluginError(UserError):
     """A plugin was refused: file and reason are in the message."""
 
@@ -98,6 +102,22 @@ class SchemaMismatch(WorldError):
     """The database's schema is older or newer than this version of aqd; the message says which."""
 
     exit_code = Exit.DATABASE
+
+
+class NotEnded(WorldError, TimeoutError):
+    """A job was waited for and has not ended in time. ``ids``: those of which that is true."""
+
+    def __init__(self, message: str, ids: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ids = ids
+
+
+class OutcomeUnknown(DatabaseUnavailable):
+    """The connection broke while a change was being committed: it may or may not have happened."""
+
+
+class ServiceUnavailable(WorldError):
+    """aqd's HTTP service cannot be reached, or does not serve."""
 
 
 class NotRunning(WorldError):

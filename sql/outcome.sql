@@ -11,7 +11,7 @@
 -- whatever happens. A bad row or a missing partition leaves all of them PROCESSING. History is filled from
 -- the locked rows themselves (their newest versions), so that nothing is joined a second time: that would be
 -- a nested loop over all pairs. A failed_jobs record can be open only if the job was retried by hand.
--- COMPLETED also where the job was asked to end: the work was done.
+-- COMPLETED also where the job was asked to end: the work was done. waited: somebody wants to be told (wait.sql).
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
     select held.*, i.result, i.output, i.wall_s, i.cpu_s, i.peak_kb,
@@ -44,7 +44,7 @@ with locked as materialized (
 )
 delete from aqd.jobs j
 where j.id = any(array(select l.id from locked l))
-returning j.id
+returning j.id, (select w.last_value > date_part('epoch', now()) from aqd.waits w) as waited
 
 -- name: find_completed :many
 -- "0 rows" means lost, or already written by a COMMIT whose answer was lost: the token tells. The
@@ -62,7 +62,8 @@ cross join lateral (
 -- name: record_failed :many fresh
 -- A failed attempt: QUEUED again after retry_in_s, or FAILED where that is null. The FAILED row stays
 -- in jobs, to be retried by hand, and gets a failed_jobs record, with final_error instead of error where
--- that is given. CANCELLED where the job was asked to end, or the attempt's kind says so. Gives the state after.
+-- that is given. CANCELLED where the job was asked to end, or the attempt's kind says so. Gives the state after, and
+-- whether somebody wants to be told (wait.sql).
 -- Index: primary key; failed_jobs_open.
 with locked as materialized (
     select held.*, i.error, i.traceback, i.retry_in_s, i.wall_s, i.cpu_s, i.peak_kb, i.signal, i.exit_code,
@@ -115,7 +116,7 @@ with locked as materialized (
         reason = excluded.reason, error = excluded.error, traceback = excluded.traceback,
         failures = f.failures + 1
 )
-select c.id, c.state from changed c
+select c.id, c.state, (select w.last_value > date_part('epoch', now()) from aqd.waits w) as waited from changed c
 
 -- name: find_attempts :many
 -- The same question as find_completed, for attempts that did not complete. What rescue has written ("lost",

@@ -29,10 +29,9 @@ import psycopg
 from psycopg_pool import ConnectionPool, PoolTimeout
 
 from aqd import database
-from aqd.api.problems import OutcomeUnknown
 from aqd.config import Config
 from aqd.database import Connection
-from aqd.errors import DatabaseUnavailable, SchemaMismatch
+from aqd.errors import DatabaseUnavailable, OutcomeUnknown, SchemaMismatch
 from aqd.log import Suppressor, describe, get_logger
 
 T = TypeVar("T")

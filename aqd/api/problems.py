@@ -20,6 +20,7 @@ from aqd.errors import (
     DatabaseUnavailable,
     InputError,
     NotFoundError,
+    OutcomeUnknown,
     SchemaMismatch,
     UserError,
 )
@@ -50,10 +51,6 @@ _TITLES = {
     503: ("database-unavailable", "The database is not available"),
     505: ("http-version", "This version of HTTP is not spoken here"),
 }
-
-
-class OutcomeUnknown(DatabaseUnavailable):
-    """The connection broke while a change was being committed: it may or may not have happened."""
 
 
 class Problem(Exception):

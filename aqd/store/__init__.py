@@ -52,6 +52,7 @@ from aqd.store.nodes import (
 from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
 from aqd.store.submit import enqueue
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
+from aqd.store.wait import announce_wait, find_ended, tell_ended
 
 __all__ = [
     "MAX_ERROR",
@@ -75,6 +76,7 @@ __all__ = [
     "Progress",
     "Release",
     "RescueResult",
+    "announce_wait",
     "cancel_job",
     "cancelled",
     "connect",
@@ -82,6 +84,7 @@ __all__ = [
     "declare_handlers",
     "enqueue",
     "fail_unknown",
+    "find_ended",
     "get_attempts",
     "get_job",
     "health",
@@ -101,4 +104,5 @@ __all__ = [
     "rescue",
     "retry_job",
     "store_progress",
+    "tell_ended",
 ]

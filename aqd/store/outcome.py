@@ -12,6 +12,7 @@ import psycopg
 
 from aqd.database import Connection, float_array, in_transaction, int_array, run, text_array
 from aqd.store.text import MAX_ERROR, MAX_TRACEBACK, clean, clean_output, once
+from aqd.store.wait import tell_ended
 
 _DAYS_AHEAD: Final = 7
 
@@ -119,6 +120,8 @@ def _write_completed(conn: Connection, batch: list[Completion]) -> _Changed:
             peaks_kb=int_array([entry.peak_kb for entry in batch]),
             outputs=text_array([clean_output(entry.output) for entry in batch]),
         )
+        if rows and rows[0][1]:
+            tell_ended(conn, [row[0] for row in rows])
         return {row[0]: "COMPLETED" for row in rows}
 
     try:
@@ -175,7 +178,10 @@ def _write_failed(conn: Connection, batch: list[Failure]) -> _Changed:
         outputs=text_array([clean_output(entry.output) for entry in batch]),
         final_errors=text_array([clean(entry.final_error, MAX_ERROR) for entry in batch]),
     )
-    return dict(rows)
+    # Of a CANCELLED one the trigger that made it so has told.
+    if rows and rows[0][2] and (ended := [row[0] for row in rows if row[1] == "FAILED"]):
+        tell_ended(conn, ended)
+    return {row[0]: row[1] for row in rows}
 
 
 def _unstorable_failure(conn: Connection, entry: Failure, error: psycopg.Error) -> _Changed:
