@@ -14,8 +14,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aqd import channel, messages, process, strays, systemd
+from aqd import channel, keys, messages, process, strays, systemd
 from aqd.config import Config
+from aqd.errors import ConfigError
 from aqd.log import get_logger
 from aqd.process import ExitStatus, boottime
 
@@ -34,7 +35,10 @@ STABLE_S = 30.0
 SILENCE_LIMIT_S = 15.0
 
 
-_SECRETS = ("ADMIN_API_KEY", "DATABASE_URL", "AQD_API_ADMIN_API_KEY", "AQD_DATABASE_URL", "PGPASSWORD")
+_SECRETS = (
+    *("ADMIN_API_KEY", "AQD_API_ADMIN_API_KEY", "AQD_API_KEYS"),
+    *("DATABASE_URL", "AQD_DATABASE_URL", "PGPASSWORD"),
+)
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -155,7 +159,9 @@ class ApiChild:
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._bind(config.api.host, config.api.port)
-        except OSError:
+            self.exposed = keys.beyond([self.listener])
+            keys.load(config.api, self.exposed)  # refused here, it is not refused again and again there
+        except (OSError, ConfigError):
             self.listener.close()
             raise
         self.listener.listen(1024)

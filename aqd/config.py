@@ -87,6 +87,8 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     spawn_failures_max: Annotated[int, Meta(ge=1, le=10_000)] = 20
     max_jobs_per_worker: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 0
     recycle_memory_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    reserved: dict[str, int] = msgspec.field(default_factory=dict)
+    aging_s: Annotated[float, Meta(ge=0, le=_DAY_S)] = 60.0
 
 
 class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -115,7 +117,8 @@ class Plugins(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Api(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The HTTP service. An empty ``admin_api_key`` closes the admin routes; it never opens them."""
+    """The HTTP service. An empty ``admin_api_key`` closes the admin routes; it never opens them. What the keys mean
+    is :mod:`aqd.keys`'s."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65_535)] = 4000
@@ -123,6 +126,11 @@ class Api(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, le=256)] = 8
     admin_api_key: str = ""
     admin_api_key_file: str = ""
+    keys: str = ""
+    keys_file: str = ""
+    insecure: bool = False
+    read_only: bool = False
+    cors_origins: list[str] = msgspec.field(default_factory=list)
     request_timeout_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
 
 
@@ -149,7 +157,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     daemon: Daemon = Daemon()
     jobs: Jobs = Jobs()
     plugins: Plugins = msgspec.field(default_factory=Plugins)
-    api: Api = Api()
+    api: Api = msgspec.field(default_factory=Api)
     keeper: Keeper = Keeper()
     log: Log = Log()
 
@@ -177,7 +185,7 @@ COMMON_ENV = {
     "api.admin_api_key_file": "ADMIN_API_KEY_FILE",
 }
 PDF_OUTPUT_DIR = "PDF_OUTPUT_DIR"
-SECRETS = frozenset({"database.url", "api.admin_api_key"})
+SECRETS = frozenset({"database.url", "api.admin_api_key", "api.keys"})
 
 # Variables that begin with AQD_ and are no options. The prefixes belong to the test suite, to what the
 # daemon tells its own children, and to what a job's process is told about itself.
@@ -187,6 +195,7 @@ _OTHER_ENV_PREFIXES = ("AQD_TEST_", "AQD_INTERNAL_", "AQD_JOB_", "AQD_DEMO_", "A
 _KUBERNETES = re.compile(r"AQD(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
+_PATHS = frozenset({"dir", "runtime_dir", "admin_api_key_file", "keys_file"})
 _SUN_PATH_MAX = 107  # unix(7): sun_path holds 108 bytes with its final NUL
 
 
@@ -211,7 +220,7 @@ def _options() -> dict[str, Option]:
             if key in COMMON_ENV:
                 env.append(COMMON_ENV[key])
             default = field.default if field.default is not msgspec.NODEFAULT else get_origin(base)()
-            kind = kinds[get_origin(base) or base]
+            kind = "counts" if base == dict[str, int] else kinds[get_origin(base) or base]
             found[key] = Option(section.name, field.name, kind, low, high, default, tuple(env))
     return found
 
@@ -395,7 +404,7 @@ class _Reader:
             return
         try:
             checked = check(option, value)
-            if option.name in ("dir", "runtime_dir", "admin_api_key_file"):
+            if option.name in _PATHS:
                 checked = absolute(checked, os.path.dirname(file))
         except Refused as bad:
             self.problems.append(f"{file}: {key} = {hidden(key, value)}: {bad}")
@@ -452,7 +461,7 @@ class _Reader:
             return
         try:
             value = check(option, from_text(option, text))
-            if option.name in ("dir", "runtime_dir", "admin_api_key_file"):
+            if option.name in _PATHS:
                 value = absolute(value, os.getcwd())
         except Refused as bad:
             self.problems.append(f"environment: {source} = {hidden(option.key, text)}: {bad}")
@@ -522,6 +531,9 @@ def _impossible(cfg: Config, sources: Mapping[str, str]) -> list[str]:
     if daemon.lease_s <= 2 * daemon.kill_grace_s:
         reason = "lease_s must be more than twice kill_grace_s, or workers are killed before they can renew"
         refuse(reason, "daemon.lease_s", "daemon.kill_grace_s")
+    if sum(daemon.reserved.values()) >= daemon.slots:
+        reason = "the reserved slots must be fewer than all, or other queues would have none"
+        refuse(reason, "daemon.reserved", "daemon.slots")
     if jobs.backoff_max_s < jobs.backoff_base_s:
         refuse("backoff_max_s must not be below backoff_base_s", "jobs.backoff_max_s", "jobs.backoff_base_s")
     if len(os.fsencode(f"{daemon.runtime_dir}/control.sock")) > _SUN_PATH_MAX:

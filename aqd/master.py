@@ -23,7 +23,20 @@ from typing import Any
 import msgspec
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, config, control, log, messages, process, slots, status, strays, systemd
+from aqd import (
+    __version__,
+    channel,
+    config,
+    control,
+    keys,
+    log,
+    messages,
+    process,
+    slots,
+    status,
+    strays,
+    systemd,
+)
 from aqd.children import ApiChild, DispatcherChild, child_environment, without_secrets
 from aqd.config import Config
 from aqd.crew import Crew
@@ -227,6 +240,8 @@ class Master:
         self.systemd.send(systemd.reloading())
         try:
             cfg, self.config_file, _ = config.load_with_sources(self.config_path, os.environ)
+            if self.api is not None:
+                keys.load(cfg.api, self.api.exposed)
         except ConfigError as error:
             if self.generations.serving is None:
                 cfg = self.config  # a dead loader must be replaced by what is known to work
@@ -265,7 +280,7 @@ class Master:
                 self.dispatcher.hand_over()  # its successor starts with the new configuration
             else:
                 self.dispatcher.send(messages.Serve(loader.generation, loader.handlers))
-        if self.api is not None and changed:
+        if self.api is not None and (changed or self.config.api.keys_file):
             self.api.stop()  # and start again: the listening socket is ours, nobody is refused meanwhile
         event = "generation loaded" if first else "generation replaced"
         types = sorted(h.type for h in loader.handlers)

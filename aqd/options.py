@@ -24,7 +24,7 @@ class Option(NamedTuple):
 
     section: str
     name: str
-    kind: str  # "str" | "int" | "float" | "bool" | "list" | "table"
+    kind: str  # "str" | "int" | "float" | "bool" | "list" | "table" | "counts"
     low: float | None
     high: float | None
     default: Any
@@ -70,7 +70,7 @@ def masked(key: str, value: Any) -> Any:
     not known here, whatever has a name like a secret's is hidden."""
     if isinstance(value, dict):
         return {name: masked(name, item) for name, item in value.items()}
-    if value and (key == "api.admin_api_key" or ("." not in key and _SECRET_NAME.search(key))):
+    if value and (key in ("api.admin_api_key", "api.keys") or ("." not in key and _SECRET_NAME.search(key))):
         return "***"
     if isinstance(value, list):
         return [masked("", item) for item in value]
@@ -97,9 +97,14 @@ def check(option: Option, value: Any) -> Any:
         case "list":
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise Refused("must be a list of strings")
-            _check_names(value)
+            if option.key == "api.cors_origins":
+                _check_origins(value)
+            else:
+                _check_names(value)
         case "table":
             _check_settings(value)
+        case "counts":
+            _check_counts(value)
     return value
 
 
@@ -156,6 +161,26 @@ def _check_names(names: list[str]) -> None:
         raise Refused("names the same queue twice")
 
 
+# As browsers send it (RFC 6454, 6.1): scheme, host, port if it is not the scheme's own; no path, no slash.
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]{1,253}(:\d{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:\d{1,5})?")
+
+
+def _check_origins(origins: list[str]) -> None:
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            every = "; each origin is named, there is no way to allow all" if origin == "*" else ""
+            raise Refused(f"{brief(origin)} must be an origin such as https://admin.example.org{every}")
+
+
+def _check_counts(value: Any) -> None:
+    if not isinstance(value, dict) or not all(type(number) is int for number in value.values()):
+        raise Refused("must be whole numbers by queue, { mail = 2, reports = 1 }")
+    _check_names(list(value))
+    for name, number in value.items():
+        if not 0 <= number <= 512:
+            raise Refused(f"{name} must be between 0 and 512")
+
+
 def _check_settings(value: Any) -> None:
     if not isinstance(value, dict):
         raise Refused("must be a table of tables, written [plugins.settings.<plugin>]")
@@ -196,6 +221,14 @@ def from_text(option: Option, text: str) -> Any:
             return _toml_value(text)
         case "table":
             return _toml_value(text)
+        case "counts":
+            if text.startswith("{"):
+                return _toml_value(text)
+            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+            return {
+                name.strip(): int(number) if re.fullmatch(r"\s*\d{1,9}\s*", number) else number.strip()
+                for name, _, number in pairs
+            }
     return text
 
 

@@ -1,9 +1,9 @@
 """The WSGI application: routes, error handling and what every answer carries.
 
-``create(cfg)`` is called once in each gunicorn worker, after the fork.
+``create(cfg, ring)`` is called once in each gunicorn worker, after the fork.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import falcon
 
@@ -13,14 +13,18 @@ from aqd.api.endpoint import PREFIX, Endpoint, Resource, Services
 from aqd.api.pool import Pool
 from aqd.api.routes import ENDPOINTS
 from aqd.config import Config
+from aqd.keys import Ring
 
 
 class Application(falcon.App[falcon.Request, falcon.Response]):
     """The WSGI callable, with what must be closed at the end."""
 
-    def __init__(self, cfg: Config) -> None:
-        super().__init__(middleware=[_Headers()])
-        self.services = Services(cfg, Pool(cfg), Guard(cfg))
+    def __init__(self, cfg: Config, ring: Ring) -> None:
+        middleware: list[Any] = [_Headers()]
+        if cfg.api.cors_origins:
+            middleware.append(_Cors(frozenset(cfg.api.cors_origins)))
+        super().__init__(middleware=middleware)
+        self.services = Services(cfg, Pool(cfg), Guard(cfg, ring))
         # Both, because Falcon has a handler of its own for its own errors, which is closer to them.
         self.add_error_handler(Exception, problems.handle)
         self.add_error_handler(falcon.HTTPError, problems.handle)
@@ -38,9 +42,9 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
         self.services.pool.close()
 
 
-def create(cfg: Config) -> Application:
+def create(cfg: Config, ring: Ring) -> Application:
     """The application; it connects to the database with the first request that needs it."""
-    return Application(cfg)
+    return Application(cfg, ring)
 
 
 class _Headers:
@@ -49,3 +53,27 @@ class _Headers:
     def process_response(self, _req: Any, resp: falcon.Response, _resource: Any, _ok: bool) -> None:
         resp.set_header("Cache-Control", "no-store")
         resp.set_header("X-Content-Type-Options", "nosniff")
+
+
+class _Cors:
+    """For web pages of the configured origins (Fetch standard, 3.2). Without any, no answer carries such a header, and a
+    browser lets no page of another origin send JSON here or read an answer."""
+
+    REQUEST_HEADERS: Final = "authorization, content-type, idempotency-key, x-admin-key, x-api-key"
+    ANSWER_HEADERS: Final = "location, retry-after"
+    MAX_AGE_S: Final = 600
+
+    def __init__(self, origins: frozenset[str]) -> None:
+        self._origins = origins
+
+    def process_response(self, req: falcon.Request, resp: falcon.Response, _resource: Any, _ok: bool) -> None:
+        resp.append_header("Vary", "Origin")
+        origin = req.get_header("Origin")
+        if origin not in self._origins:
+            return
+        resp.set_header("Access-Control-Allow-Origin", origin)
+        resp.set_header("Access-Control-Expose-Headers", self.ANSWER_HEADERS)
+        if req.method == "OPTIONS" and req.get_header("Access-Control-Request-Method"):
+            resp.set_header("Access-Control-Allow-Methods", resp.get_header("Allow") or "")
+            resp.set_header("Access-Control-Allow-Headers", self.REQUEST_HEADERS)
+            resp.set_header("Access-Control-Max-Age", str(self.MAX_AGE_S))

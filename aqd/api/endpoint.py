@@ -10,7 +10,6 @@ HEAD is GET without the body (Falcon leaves it out), OPTIONS is Falcon's. Every 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import falcon
@@ -23,16 +22,9 @@ from aqd.api.auth import Guard
 from aqd.api.pool import Pool
 from aqd.config import Config
 from aqd.errors import InputError
+from aqd.keys import Scope as Scope  # for the routes
 
 PREFIX = "/v1"
-
-
-class Scope(StrEnum):
-    """What a key may do. ADMIN includes the others."""
-
-    SUBMIT = "submit"
-    READ = "read"
-    ADMIN = "admin"
 
 
 @dataclass(slots=True)
@@ -126,12 +118,21 @@ class Endpoint:
         """The function that Falcon calls."""
 
         def respond(req: falcon.Request, resp: falcon.Response, **path: str) -> None:
-            key = services.guard.admit(req, self.scope, changes=self.changes)
+            guard = services.guard
+            # Where a problem ends the request, its handler finds the trail there.
+            trail = req.context.trail = (
+                guard.trail(req, self.name, self.scope, path) if self.changes else None
+            )
+            key = guard.admit(req, self.scope, changes=self.changes)
+            if trail is not None:
+                trail.key = key
             params = query.parse(req, self.params)
             given = self._read(req, services) if self.body is not None else None
+            if trail is not None:
+                trail.body = given
             answer = self.run(Call(services, req, path, key, params, given))
-            if self.changes:
-                services.guard.audit(req, self.name, path, key, answer.status)
+            if trail is not None:
+                trail.ended(answer.status, answer.document, answer.headers.get("Location"))
             resp.status = answer.status
             resp.content_type = answer.media
             for name, value in answer.headers.items():

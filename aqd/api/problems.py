@@ -34,7 +34,7 @@ log = get_logger("api")
 
 _TITLES = {
     400: ("invalid-request", "The request is not valid"),
-    401: ("unauthorized", "The admin key is missing or wrong"),
+    401: ("unauthorized", "The key is missing or wrong"),
     403: ("forbidden", "The request is not allowed"),
     404: ("not-found", "There is no such thing"),
     405: ("method-not-allowed", "The method is not allowed here"),
@@ -134,6 +134,8 @@ def _from_falcon(error: falcon.HTTPError) -> Problem:
 def handle(req: falcon.Request, resp: falcon.Response, error: Exception, _params: dict[str, Any]) -> None:
     """Falcon's error handler for every exception."""
     problem = from_exception(error)
+    if (trail := getattr(req.context, "trail", None)) is not None:
+        trail.ended(problem.status, problem.document)
     resp.status = problem.status
     resp.content_type = MEDIA_TYPE
     resp.data = problem.body()

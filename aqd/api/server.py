@@ -6,7 +6,8 @@ arbiter dies with the master, so that the port is free for a successor at once (
 held it for 13 s after a kill -9 of the arbiter).
 
 SIGTERM ends in order, SIGHUP reads the configuration again (host and port stay; a broken configuration
-is refused and the old one serves on). Fails with exit code :data:`Exit.ERROR` when the address is taken.
+or file of keys is refused and the old one serves on). Fails with exit code :data:`Exit.ERROR` when the address is
+taken, :data:`Exit.CONFIG` when a key is wrong or an address beyond this machine would be served without any.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 from gunicorn import glogging  # type: ignore[import-untyped]
 from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
 
-from aqd import config, log, paths, process, systemd
+from aqd import config, keys, log, paths, process, systemd
 from aqd.api import app, body
 from aqd.api.gate import GateWorker
 from aqd.config import Config
@@ -44,8 +45,9 @@ def run(cfg: Config, config_path: str | None, *, fd: int | None = None) -> int:
     elif os.environ.get("LISTEN_PID") != str(os.getpid()):  # else systemd has bound the socket
         fd = _listen(cfg.api.host, cfg.api.port)
     _raise_file_limit()
+    server = Server(cfg, config_path, fd)
     try:
-        Server(cfg, config_path, fd).run()
+        server.run()
     except SystemExit as exit:
         return Exit.OK if exit.code in (0, None) else Exit.ERROR
     return Exit.OK
@@ -58,6 +60,8 @@ class Server(BaseApplication):  # type: ignore[misc]
         self._aqd = cfg
         self._config_path = config_path
         self._fd = fd
+        self._exposed = _exposed(fd)
+        self._ring = _ring(cfg, self._exposed)
         super().__init__()
 
     def load_config(self) -> None:
@@ -83,16 +87,18 @@ class Server(BaseApplication):  # type: ignore[misc]
     def reload(self) -> None:
         """SIGHUP. gunicorn would end the service for a mistake in the configuration; we go on."""
         try:
-            self._aqd = config.load(self._config_path, os.environ)
+            cfg = config.load(self._config_path, os.environ)
+            ring = _ring(cfg, self._exposed)
         except AqdError as error:
             logger.error("configuration refused, the old one serves on", reason=str(error))
             return
-        log.configure(self._aqd.log.level, self._aqd.log.format, process="api")
+        self._aqd, self._ring = cfg, ring
+        log.configure(cfg.log.level, cfg.log.format, process="api")
         super().reload()
 
     def load(self) -> Any:
         """The WSGI application; called in each worker after the fork."""
-        return app.create(self._aqd)
+        return app.create(self._aqd, self._ring)
 
 
 class GunicornLog(glogging.Logger):  # type: ignore[misc]
@@ -114,6 +120,23 @@ class GunicornLog(glogging.Logger):  # type: ignore[misc]
 
     def close_on_exec(self) -> None:
         """There are no files."""
+
+
+def _exposed(fd: int | None) -> str | None:
+    """Where the sockets that we have can be reached from other machines: ``fd``, or those of systemd (sd_listen_fds(3):
+    from descriptor 3 on). Asked once, at the start: gunicorn closes these descriptors."""
+    fds = [fd] if fd is not None else range(3, 3 + int(os.environ.get("LISTEN_FDS", "0")))
+    with contextlib.ExitStack() as stack:
+        return keys.beyond(stack.enter_context(socket.socket(fileno=os.dup(each))) for each in fds)
+
+
+def _ring(cfg: Config, exposed: str | None) -> keys.Ring:
+    ring = keys.load(cfg.api, exposed)
+    names = [key.name for key in ring.keys]
+    logger.info("keys", names=names, open=ring.open, read_only=cfg.api.read_only)
+    if exposed is not None and ring.open:
+        logger.warning("everybody who reaches this address may submit and read jobs", address=exposed)
+    return ring
 
 
 def _post_fork(_arbiter: Any, worker: Any) -> None:

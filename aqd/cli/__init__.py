@@ -4,7 +4,7 @@ Runs in: the process the user started; ``aqd run`` and ``aqd api`` become the da
 This module is small because it comes first: until ``main`` has run, PID 1 of a container ignores SIGTERM,
 and a stop that comes while modules are being imported would be lost (16 times of 16 in a trial).
 
-The commands: :mod:`aqd.cli.command` (the command line and its errors), ``daemon``, ``inspection``,
+The commands: :mod:`aqd.cli.command` (the command line and its errors), ``daemon``, ``api_key``, ``inspection``,
 ``jobs``, ``db``; ``output`` prints.
 """
 

@@ -29,6 +29,7 @@ class _Commands(click.Group):
     MODULES = {  # noqa: RUF012
         "run": "daemon",
         "api": "daemon",
+        "api-key": "api_key",
         "status": "daemon",
         "reload": "daemon",
         "stop": "daemon",
@@ -51,7 +52,8 @@ class _Commands(click.Group):
             return None
         from importlib import import_module
 
-        command = getattr(import_module(f"aqd.cli.{self.MODULES[cmd_name]}"), f"{cmd_name}_command")
+        name = f"{cmd_name.replace('-', '_')}_command"
+        command = getattr(import_module(f"aqd.cli.{self.MODULES[cmd_name]}"), name)
         assert isinstance(command, click.Command)
         return command
 

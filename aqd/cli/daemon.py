@@ -21,22 +21,34 @@ STOP_MARGIN_S = 15.0
 
 @click.command("run")
 @click.option("--with-api", is_flag=True, help="Also run the HTTP service as a child of the daemon.")
+@click.option(
+    "--insecure", is_flag=True, help="Let the HTTP service listen beyond this machine without any key."
+)
 @click.pass_obj
-def run_command(app: App, with_api: bool) -> int:
+def run_command(app: App, with_api: bool, insecure: bool) -> int:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
     from aqd import master
 
+    _set_insecure(insecure)
     return master.main(app.config_path, with_api)
 
 
 @click.command("api")
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine without any key.")
 @click.pass_obj
-def api_command(app: App) -> int:
+def api_command(app: App, insecure: bool) -> int:
     """Run the HTTP service in the foreground."""
     from aqd import config
     from aqd.api import server
 
+    _set_insecure(insecure)
     return server.run(config.load(app.config_path, os.environ), app.config_path)
+
+
+def _set_insecure(insecure: bool) -> None:
+    """For this process and its children, and so for every reload as well."""
+    if insecure:
+        os.environ["AQD_API_INSECURE"] = "true"
 
 
 @click.command("status")

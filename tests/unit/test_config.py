@@ -84,10 +84,14 @@ SAMPLES = {
     "daemon.queues": ("mail, pdf", ["mail", "pdf"]),
     "daemon.runtime_dir": ("/run/x", "/run/x"),
     "daemon.node_name": ("n1", "n1"),
+    "daemon.reserved": ("mail=1, reports = 2", {"mail": 1, "reports": 2}),
     "plugins.dir": ("/srv/plugins", "/srv/plugins"),
     "plugins.settings": ('{ shell = { allow = ["/bin/ls"] } }', {"shell": {"allow": ["/bin/ls"]}}),
     "api.host": ("0.0.0.0", "0.0.0.0"),
     "api.admin_api_key": ("key", "key"),
+    "api.keys": ("a:read:sixteen-characters", "a:read:sixteen-characters"),
+    "api.keys_file": ("/etc/aqd/keys.toml", "/etc/aqd/keys.toml"),
+    "api.cors_origins": ("https://a.example, http://[::1]:8080", ["https://a.example", "http://[::1]:8080"]),
     "log.level": ("Error", "error"),
     "log.format": ("json", "json"),
     "daemon.renew_s": ("2.5", 2.5),
@@ -507,3 +511,32 @@ def test_importing_it_stays_cheap() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"click", "rich", "psycopg", "falcon", "gunicorn", "difflib", "asyncio"} & set(modules)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("mail", "whole numbers by queue"),
+        ("mail=", "whole numbers by queue"),
+        ("mail=x", "whole numbers by queue"),
+        ("mail=-1", "whole numbers by queue"),
+        ("mail=1.5", "whole numbers by queue"),
+        ("mail=513", "mail must be between 0 and 512"),
+        ("ma il=1", "must be 1 to 128"),
+        ("{ mail = true }", "whole numbers by queue"),
+        ("{ mail = ", "TOML"),
+        ("mail=3,reports=1", "fewer than all"),
+    ],
+)
+def test_reserved_slots_that_cannot_be(write, text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        config.load(write(""), {"AQD_DAEMON_RESERVED": text})
+
+
+def test_reserved_slots_in_both_notations(write) -> None:
+    for text in ("mail=1,reports=2", "{ mail = 1, reports = 2 }"):
+        assert config.load(write(""), {"AQD_DAEMON_RESERVED": text}).daemon.reserved == {
+            "mail": 1,
+            "reports": 2,
+        }
+    assert config.load(write("[daemon.reserved]\nmail = 1\n"), {}).daemon.reserved == {"mail": 1}
