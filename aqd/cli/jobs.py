@@ -102,7 +102,7 @@ def list_command(
 
     cursor = job.parse_id(before, "--before") if before is not None else None
     with connect(app) as conn:
-        rows = store.list_jobs(conn, store.JobFilter(state_, type_, queue), cursor, limit)
+        rows = store.list_jobs(conn, store.JobFilter((state_,) if state_ else (), type_, queue), cursor, limit)
     if as_json:
         print_json([render.job(row) for row in rows])
         return

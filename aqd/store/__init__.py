@@ -9,6 +9,23 @@ How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise
 """
 
 from aqd.database import Connection, connect, is_disconnect
+from aqd.store.change import (
+    Action,
+    Changed,
+    QueueSettings,
+    Result,
+    UpdatedJob,
+    change_jobs,
+    change_jobs_steps,
+    delete_job,
+    discard_job,
+    limit_queue,
+    pause_queue,
+    queue_steps,
+    resume_queue,
+    update_job,
+)
+from aqd.store.filters import JobFilter, job_filter
 from aqd.store.lease import (
     Lease,
     Progress,
@@ -27,7 +44,6 @@ from aqd.store.look import (
     FailedJobRow,
     Health,
     JobFacts,
-    JobFilter,
     JobRow,
     NodeRow,
     cancel_job,
@@ -39,6 +55,7 @@ from aqd.store.look import (
     list_failed,
     list_jobs,
     list_nodes,
+    not_retried,
     retry_job,
 )
 from aqd.store.nodes import (
@@ -50,7 +67,7 @@ from aqd.store.nodes import (
     node_seen,
 )
 from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
-from aqd.store.submit import enqueue
+from aqd.store.submit import enqueue, enqueue_many
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
 from aqd.store.wait import announce_wait, find_ended, tell_ended
 
@@ -59,8 +76,10 @@ __all__ = [
     "MAX_OUTPUT",
     "MAX_PROGRESS",
     "MAX_TRACEBACK",
+    "Action",
     "AttemptRow",
     "Cancelled",
+    "Changed",
     "Completion",
     "Connection",
     "EnqueuedJob",
@@ -74,15 +93,23 @@ __all__ = [
     "NodeRow",
     "NodeState",
     "Progress",
+    "QueueSettings",
     "Release",
     "RescueResult",
+    "Result",
+    "UpdatedJob",
     "announce_wait",
     "cancel_job",
     "cancelled",
+    "change_jobs",
+    "change_jobs_steps",
     "connect",
     "create_partitions",
     "declare_handlers",
+    "delete_job",
+    "discard_job",
     "enqueue",
+    "enqueue_many",
     "fail_unknown",
     "find_ended",
     "get_attempts",
@@ -90,19 +117,26 @@ __all__ = [
     "health",
     "is_disconnect",
     "job_facts",
+    "job_filter",
     "limit_lock_waits",
+    "limit_queue",
     "list_failed",
     "list_jobs",
     "list_nodes",
     "node_gone",
     "node_seen",
+    "not_retried",
+    "pause_queue",
+    "queue_steps",
     "reconcile",
     "record_completed",
     "record_failed",
     "release",
     "renew",
     "rescue",
+    "resume_queue",
     "retry_job",
     "store_progress",
     "tell_ended",
+    "update_job",
 ]

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from aqd import migrate
 from aqd.database import Connection, int_array, run
 from aqd.errors import ConflictError, NotFoundError
+from aqd.store.filters import ANY, JobFilter
 
 # History has no index on the queue: a listing by queue looks this far back among finished jobs.
 QUEUE_WINDOW_S: Final = 7 * 86_400.0
@@ -49,17 +50,6 @@ class JobRow(NamedTuple):
     output: str | None
     tags: list[str] | None
     meta: str | None
-
-
-class JobFilter(NamedTuple):
-    """Which jobs to list; None means any."""
-
-    state: str | None = None
-    type: str | None = None
-    queue: str | None = None
-
-
-_ANY: Final = JobFilter()
 
 
 class EnqueuedJob(NamedTuple):
@@ -172,14 +162,15 @@ def get_job(conn: Connection, id: int) -> JobRow | None:
 
 
 def list_jobs(
-    conn: Connection, filters: JobFilter = _ANY, cursor: int | None = None, limit: int = 100
+    conn: Connection, filters: JobFilter = ANY, cursor: int | None = None, limit: int = 100
 ) -> list[JobRow]:
     """Jobs with ids below ``cursor`` (the last id of the page before), newest first.
 
     Filtered by queue without a type, finished jobs are listed for the last :data:`QUEUE_WINDOW_S` only.
     """
-    common = {"before": cursor, "type": filters.type, "queue": filters.queue, "state": filters.state}
-    if filters.state in _LIVE_STATES:
+    state = filters.states[0] if filters.states else None
+    common = {"before": cursor, "type": filters.type, "queue": filters.queue, "state": state}
+    if state in _LIVE_STATES:
         rows = run(conn, "list_jobs_live", limit=limit, **common)
     else:
         within_s = QUEUE_WINDOW_S if filters.queue is not None and filters.type is None else None
@@ -196,10 +187,14 @@ def retry_job(conn: Connection, id: int) -> EnqueuedJob:
     rows = run(conn, "retry_job", id=id)
     if rows:
         return EnqueuedJob._make(rows[0])
-    job = get_job(conn, id)
-    if job is None:
-        raise NotFoundError(f"there is no job {id}")
-    raise ConflictError(f"job {id} is {job.state}; only a FAILED job can be retried")
+    raise not_retried(id, get_job(conn, id))
+
+
+def not_retried(id: int, seen: JobRow | None) -> NotFoundError | ConflictError:
+    """The error for a job that a retry has not changed, from a look afterwards."""
+    if seen is None:
+        return NotFoundError(f"there is no job {id}")
+    return ConflictError(f"job {id} is {seen.state}; only a FAILED job can be retried")
 
 
 def cancel_job(conn: Connection, id: int) -> Cancelled:

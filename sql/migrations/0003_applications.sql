@@ -83,7 +83,8 @@ create index idempotency_keys_expires_at on aqd.idempotency_keys (expires_at);
 -- outcome: created; existing (the same request); conflict (another request: "differs" names the fields);
 -- rejected (on_conflict = 'reject'); replaced (on_conflict = 'replace' and the job was still QUEUED). With
 -- 'replace' a job that has begun is not touched: it may not see what the new request brings, so a new job is
--- made and the key stands for that one from then on.
+-- made and the key stands for that one from then on. state, due_at, made_at and goes_to are the job's as it is now;
+-- null where it has been deleted.
 create function aqd.enqueue_keyed(
     type                  text,
     payload               jsonb,
@@ -101,7 +102,11 @@ create function aqd.enqueue_keyed(
     key_scope             text,
     out id                bigint,
     out outcome           text,
-    out differs           text[]
+    out differs           text[],
+    out state             text,
+    out due_at            timestamptz,
+    out made_at           timestamptz,
+    out goes_to           text
 )
 language plpgsql as $$
 declare
@@ -110,11 +115,11 @@ declare
         'priority', priority, 'run_at', date_part('epoch', run_at), 'delay_s', delay_s,
         'max_attempts', max_attempts, 'timeout_s', timeout_s, 'tags', to_jsonb(tags), 'meta', meta);
     new_id  constant bigint := nextval('aqd.jobs_id_seq');
-    due_at  constant timestamptz := greatest(coalesce(run_at, now() + delay_s * interval '1 second'), now());
-    goes_to constant text := coalesce(queue, aqd.queue_of(type));
     until   constant timestamptz := now() + idempotency_ttl_hours * interval '1 hour';
     held    record;
 begin
+    due_at := greatest(coalesce(run_at, now() + delay_s * interval '1 second'), now());
+    goes_to := coalesce(queue, aqd.queue_of(type));
     insert into aqd.idempotency_keys as k (scope, key, job_id, expires_at, request)
     values (key_scope, idempotency_key, new_id, until, asked)
     on conflict on constraint idempotency_keys_pkey do update
@@ -138,7 +143,8 @@ begin
                 max_attempts = enqueue_keyed.max_attempts, timeout_s = enqueue_keyed.timeout_s,
                 tags = enqueue_keyed.tags, meta = enqueue_keyed.meta,
                 attempt = 0, crashes = 0, interruptions = 0, last_error = null
-            where j.id = held.job_id and j.state = 'QUEUED';
+            where j.id = held.job_id and j.state = 'QUEUED'
+            returning j.created_at into made_at;
             if found then
                 outcome := 'replaced';
             else
@@ -161,10 +167,21 @@ begin
         insert into aqd.jobs (id, type, payload, queue, priority, run_at, max_attempts, timeout_s, tags, meta)
         values (enqueue_keyed.id, enqueue_keyed.type, enqueue_keyed.payload, goes_to,
                 enqueue_keyed.priority::smallint, due_at, enqueue_keyed.max_attempts, enqueue_keyed.timeout_s,
-                enqueue_keyed.tags, enqueue_keyed.meta);
+                enqueue_keyed.tags, enqueue_keyed.meta)
+        returning created_at into made_at;
     end if;
-    if outcome in ('created', 'replaced') and due_at <= now() then
-        perform aqd.wake();
+    if outcome in ('created', 'replaced') then
+        state := 'QUEUED';
+        if due_at <= now() then
+            perform aqd.wake();
+        end if;
+    else
+        select j.state, j.run_at, j.created_at, j.queue into state, due_at, made_at, goes_to
+        from aqd.jobs j where j.id = enqueue_keyed.id;
+        if not found then
+            select j.state, j.run_at, j.created_at, j.queue into state, due_at, made_at, goes_to
+            from aqd.all_jobs j where j.id = enqueue_keyed.id;
+        end if;
     end if;
 end
 $$;
@@ -357,3 +374,151 @@ begin
         select count(*) from aqd.jobs j where j.state = 'PROCESSING' and j.queue = queue_room.queue)));
 end
 $$;
+
+-- --- looking
+
+-- A page of FAILED jobs, newest first, and jobs by their tag. Jobs without tags are not in the second one.
+create index jobs_failed on aqd.jobs (id) where state = 'FAILED';
+create index jobs_tags on aqd.jobs using gin (tags) where tags is not null;
+
+-- On the parent only, so that no partition is locked; the days to come have it by LIKE. Days that hold no rows get it
+-- here. Those that do are not made to wait for it: their jobs have no tags but for the rest of today, which is read
+-- without it.
+create index job_history_tags on only aqd.job_history using gin (tags) where tags is not null;
+
+do $$
+declare
+    day  text;
+    used boolean;
+begin
+    for day in
+        select c.relname from pg_inherits i join pg_class c on c.oid = i.inhrelid
+        where i.inhparent = 'aqd.job_history'::regclass
+    loop
+        execute format('select exists (select from aqd.%I)', day) into used;
+        if not used then
+            execute format('create index %I on aqd.%I using gin (tags) where tags is not null',
+                           day || '_tags_idx', day);
+            execute format('alter index aqd.job_history_tags attach partition aqd.%I', day || '_tags_idx');
+        end if;
+    end loop;
+end
+$$;
+
+-- What errors of one kind have in common: the first line, numbers as "#", at most 200 characters.
+create function aqd.error_line(error text) returns text
+language sql immutable parallel safe as $$
+    select left(regexp_replace(
+        rtrim(split_part(ltrim(left(coalesce(error, ''), 1000), E' \t\r\n'), E'\n', 1), E' \t\r'),
+        '\m(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})\M|[0-9]+', '#', 'gi'), 200)
+$$;
+
+-- The same as 16 digits, by which to ask for them.
+create function aqd.error_hash(error text) returns text
+language sql immutable parallel safe as $$
+    select left(encode(sha256(convert_to(aqd.error_line(error), 'UTF8')), 'hex'), 16)
+$$;
+
+-- The jobs, live and finished, for which all that is not null holds. The one meaning of a filter, for pages, counts and
+-- changes of many. "_after" is inclusive, "_before" exclusive; error: is contained in the last error, whatever the
+-- case. history_after and history_before bound the finished jobs among them and leave live ones alone:
+-- a caller that knows that it wants no finished ones says history_after => 'infinity', and no partition is opened.
+--
+-- A SQL function of one SELECT, neither strict nor with settings, so that the planner puts it into the statement that
+-- calls it: conditions on null vanish, days out of range are pruned, ORDER BY id LIMIT reads the keys in order. Only
+-- in a statement that is planned with its values ("fresh" in sql/), or written with constants.
+create function aqd.find_jobs(
+    states          text[]      default null,
+    type            text        default null,
+    queue           text        default null,
+    tag             text        default null,
+    created_after   timestamptz default null,
+    created_before  timestamptz default null,
+    finished_after  timestamptz default null,
+    finished_before timestamptz default null,
+    error           text        default null,
+    error_hash      text        default null,
+    ids             bigint[]    default null,
+    history_after   timestamptz default null,
+    history_before  timestamptz default null
+) returns setof aqd.all_jobs
+language sql stable as $$
+    select a.*
+    from aqd.all_jobs a
+    where (find_jobs.states is null or a.state = any(find_jobs.states))
+      and (find_jobs.type is null or a.type = find_jobs.type)
+      and (find_jobs.queue is null or a.queue = find_jobs.queue)
+      and (find_jobs.tag is null or a.tags @> array[find_jobs.tag])
+      and (find_jobs.created_after is null or a.created_at >= find_jobs.created_after)
+      and (find_jobs.created_before is null or a.created_at < find_jobs.created_before)
+      and (find_jobs.finished_after is null or a.finished_at >= find_jobs.finished_after)
+      and (find_jobs.finished_before is null or a.finished_at < find_jobs.finished_before)
+      and (find_jobs.error is null or strpos(lower(a.last_error), lower(find_jobs.error)) > 0)
+      and (find_jobs.error_hash is null
+           or (a.last_error is not null and aqd.error_hash(a.last_error) = find_jobs.error_hash))
+      and (find_jobs.ids is null or a.id = any(find_jobs.ids))
+      and (find_jobs.history_after is null or a.finished_at is null or a.finished_at >= find_jobs.history_after)
+      and (find_jobs.history_before is null or a.finished_at is null or a.finished_at < find_jobs.history_before)
+$$;
+
+-- --- changing by hand
+
+-- Why a failed job was given up, and by whom (the API key's name, or what the command line says).
+alter table aqd.failed_jobs
+    add column note         text,
+    add column discarded_by text;
+
+-- Deleting a job takes its records with it, also the resolved ones, which failed_jobs_open does not hold. Only
+-- failures write here: 3 µs each.
+create index failed_jobs_job_id on aqd.failed_jobs (job_id);
+
+-- --- figures
+
+-- What nodes have counted since they were first started, by what it is (aqd/figures.py says which labels each metric
+-- has) and by node, so that no two nodes wait for each other. Nodes add differences every few seconds. The rows of
+-- nodes that are gone are added to those of node '' by the keeper: sums over all nodes never go down.
+create table aqd.node_figures (
+    node_id text not null,
+    metric  text collate "C" not null,
+    labels  text[] collate "C" not null,
+    count   bigint not null,
+    total   double precision not null,
+    buckets bigint[] not null,
+    primary key (node_id, metric, labels)
+) with (fillfactor = 50);
+
+-- The same by minute, for the last hour.
+create table aqd.minutes (
+    minute  timestamptz not null,
+    node_id text not null,
+    metric  text collate "C" not null,
+    labels  text[] collate "C" not null,
+    count   bigint not null,
+    total   double precision not null,
+    buckets bigint[] not null,
+    primary key (minute, node_id, metric, labels)
+) with (fillfactor = 50);
+
+-- What the keeper has found out about each queue and type ("queue", "type"), and about the database ("table"), so
+-- that nobody counts jobs to answer a request (2 M live jobs: 1 s).
+create table aqd.stats (
+    kind text collate "C" not null,
+    name text collate "C" not null,
+    at   timestamptz not null,
+    data jsonb not null,
+    primary key (kind, name)
+) with (fillfactor = 50);
+
+-- Adds histograms place by place; versions may differ in how many places they have.
+create function aqd.add_buckets(one bigint[], other bigint[]) returns bigint[]
+language sql immutable parallel safe as $$
+    select coalesce(array_agg(coalesce(u.a, 0) + coalesce(u.b, 0) order by u.place), '{}')
+    from unnest(one, other) with ordinality as u(a, b, place)
+$$;
+
+create aggregate aqd.sum_buckets(bigint[]) (
+    sfunc = aqd.add_buckets, stype = bigint[], combinefunc = aqd.add_buckets, initcond = '{}', parallel = safe
+);
+
+-- What a node says of itself beside what claims depend on: busy slots, plugins.
+alter table aqd.nodes add column info jsonb;

@@ -288,7 +288,7 @@ def test_partition_is_made_beside_an_open_reader(conn: database.Connection, empt
             "select count(*) from pg_indexes where tablename = (select 'job_history_' || "
             "to_char(current_date + 30, 'YYYYMMDD'))"
         ).fetchone()
-    assert indexes == (3,)
+    assert indexes == (4,)
 
 
 def test_starters_environment_is_clean() -> None:

@@ -21,7 +21,7 @@ class ListParams(Struct):
 
 def list_jobs(call: Call) -> Answer:
     given: ListParams = call.params
-    filters = store.JobFilter(given.state, given.type, given.queue)
+    filters = store.JobFilter((given.state,) if given.state else (), given.type, given.queue)
     before = render.read_cursor("j", given.cursor) if given.cursor is not None else None
     rows = call.pool.read(lambda conn: store.list_jobs(conn, filters, before, given.limit + 1))
     shown, following = render.split(rows, given.limit, "j", lambda row: row.id)
