@@ -22,12 +22,13 @@ from collections.abc import Callable
 import psycopg
 
 from aqd import log
-from aqd.claims import CANCEL_CHANNEL, CHANNEL, ClaimBook, ClaimedJob, Sleeper
+from aqd.claims import CANCEL_CHANNEL, CHANNEL, NOTHING, ClaimBook, ClaimedJob, Sleeper, Wish
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
 from aqd.process import boottime, boottime_ns
 from aqd.sessions import Session
+from aqd.shares import Shares
 
 logger = log.get_logger("claimer")
 
@@ -59,11 +60,18 @@ class Claimer(threading.Thread):
     ) -> None:
         super().__init__(name="claimer", daemon=True)
         self.config = config
-        self.wanted = 0
+        self.wanted = NOTHING
+        self.settled = 0  # how often the main thread was told that something is recorded
         self.stopping = False
         self.stop_until = 0.0
         self._ended = threading.Event()
-        self.book = ClaimBook(node_id, config.daemon.lease_s, queues=config.daemon.queues)
+        self.book = ClaimBook(
+            node_id,
+            config.daemon.lease_s,
+            queues=config.daemon.queues,
+            aging_s=config.daemon.aging_s,
+            shares=Shares(config.daemon.reserved),
+        )
         self.sleeper = Sleeper()
         self.session = Session(config.database, "claimer", self._on_connect)
         self._schema = schema
@@ -88,6 +96,12 @@ class Claimer(threading.Thread):
     def lower(self, queue: str, priority: int) -> None:
         """Jobs of this lane came back on this node: look from its beginning."""
         self._lowered.append((queue, priority))
+
+    def made_room(self) -> None:
+        """Something is recorded: a queue that ran as many jobs as it may can run another one."""
+        self.settled += 1
+        if self.book.held_back:
+            self.wake()
 
     def stop(self) -> None:
         """Claim nothing more; :attr:`quiet` once no claim is under way."""
@@ -137,14 +151,17 @@ class Claimer(threading.Thread):
         while self._lowered:
             self.book.lower(*self._lowered.pop())
         wanted = self.wanted
-        if wanted <= 0 or not self._types:
+        if wanted.limit <= 0 or not self._types:
             if self.session.connection is None:
                 self.session.run(lambda _: None)  # says whether the database is there
             self._wait(_NO_JOBS_S if self.session.connection else 1.0)
             return
+        settled = self.settled
         if self._claim(wanted):
             self._asleep = False
             return
+        if self.book.held_back and settled != self.settled:
+            return  # recorded while we looked: there is room
         if self._asleep or not self.config.database.notify:
             self._sleep()
         else:
@@ -155,18 +172,18 @@ class Claimer(threading.Thread):
             if not self._claim(wanted):
                 self._wait_for_writers(wanted)
 
-    def _claim(self, wanted: int) -> bool:
+    def _claim(self, wanted: Wish) -> bool:
         """Claim and deliver; whether anything was there."""
         asked_ns = boottime_ns()
         # Asked once more on the connection: it may have taken a while to make it.
         jobs = self.session.run(lambda conn: [] if self.stopping else self.book.claim(conn, wanted))
         if not jobs:
             return False
-        self.wanted = 0  # until the main thread has seen these
+        self.wanted = NOTHING  # until the main thread has seen these
         self._deliver(jobs, asked_ns)
         return True
 
-    def _wait_for_writers(self, wanted: int) -> None:
+    def _wait_for_writers(self, wanted: Wish) -> None:
         writers = self.session.run(self.sleeper.pending_writers)
         looks = 0
         while writers and not (

@@ -14,11 +14,12 @@ COMMIT got no answer stay PROCESSING under a token that nobody holds: ``store.re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from aqd.database import Connection, int_array, run, text_array
 from aqd.lanes import Floor, LaneKey, Lanes, Plan, Taken
+from aqd.shares import Shares
 
 CHANNEL: Final = "aqd_jobs"
 # Its payload is the node that runs the job which was cancelled (aqd.cancel).
@@ -52,13 +53,27 @@ class ClaimedJob(NamedTuple):
 # our side would count the network and our own scheduler, and put sweeps off for them.
 _NOW_US: Final = len(ClaimedJob._fields)
 _WALK_US: Final = _NOW_US + 1
+_ROOM: Final = _NOW_US + 2
+
+
+class Wish(NamedTuple):
+    """How many jobs a node wants: ``limit`` in all, for ``idle`` slots, while its pools hold as many slots as
+    ``taken`` says."""
+
+    limit: int
+    idle: int
+    taken: Mapping[str, int]
+
+
+NOTHING: Final = Wish(0, 0, {})
 
 
 class ClaimBook:
     """What this node may claim and where it stopped.
 
     ``queues`` empty means all queues. ``sweep_s`` bounds the delay of jobs that appear behind a floor
-    and of changes to ``aqd.queues``.
+    and of changes to ``aqd.queues``. ``aging_s`` 0: priority alone decides. ``held_back``: the last claim found a
+    queue that runs as many jobs as it may.
     """
 
     def __init__(
@@ -69,6 +84,8 @@ class ClaimBook:
         sweep_s: float = 1.5,
         queues: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        aging_s: float = 0.0,
+        shares: Shares | None = None,
     ) -> None:
         self.node_id = node_id
         self.lease_s = lease_s
@@ -78,6 +95,9 @@ class ClaimBook:
         self._types_array = "{}"
         self._lanes = Lanes(slack_s, sweep_s)
         self._clock = clock
+        self._aging_s = aging_s
+        self._shares = shares or Shares({})
+        self.held_back = False
         self._lowered: deque[LaneKey] = deque()
         self._many = False
         self._now_us = 0
@@ -104,13 +124,17 @@ class ClaimBook:
         """Whether :meth:`claim` would sweep at the monotonic moment ``now``."""
         return self._lanes.sweep_due(now)
 
-    def claim(self, conn: Connection, limit: int) -> list[ClaimedJob]:
-        """Take at most ``limit`` due jobs, those of higher priority first.
+    def claim(self, conn: Connection, wish: int | Wish) -> list[ClaimedJob]:
+        """Take at most so many due jobs, those of higher priority first. A number is enough where no slots are
+        reserved.
 
         One statement while the known lanes give jobs. Discovery of lanes goes before it when a sweep is
         due, and after it when it found nothing.
         """
-        if limit <= 0 or not self._types:
+        if isinstance(wish, int):
+            wish = Wish(wish, wish, {})
+        self.held_back = False
+        if wish.limit <= 0 or not self._types:
             return []
         while self._lowered:
             self._lanes.lower(self._lowered.popleft(), self._clock())
@@ -119,11 +143,12 @@ class ClaimBook:
         if swept:
             self._lanes.begin_sweep(now)
             self._discover(conn)
-        jobs = self._claim(conn, self._lanes.plans(), limit)
+            self._look_at_heads(conn)
+        jobs = self._claim_for(conn, wish, None)
         looked = not jobs and not swept and self._lanes.look_due(self._clock())
         if looked:
-            fresh = self._discover(conn)
-            jobs = self._claim(conn, self._lanes.plan_for(fresh), limit)
+            fresh = frozenset(self._discover(conn))
+            jobs = self._claim_for(conn, wish, fresh)
         self._swept, self._looked = swept, looked
         return jobs
 
@@ -151,13 +176,61 @@ class ClaimBook:
         wait = rows[0][0]
         return None if wait is None else max(float(wait), 0.0)
 
-    def _claim(self, conn: Connection, plans: list[Plan], limit: int) -> list[ClaimedJob]:
+    def _claim_for(self, conn: Connection, wish: Wish, only: Collection[LaneKey] | None) -> list[ClaimedJob]:
+        """From all lanes, or from some ``only``; pool by pool where slots are reserved."""
+        if not self._shares:
+            wanted = None if only is None else only.__contains__
+            return self._claim(conn, wish.limit, wanted)
         jobs: list[ClaimedJob] = []
-        for plan in plans:
-            jobs += self._claim_plan(conn, plan, limit - len(jobs))
+        idle, taken = wish.idle, dict(wish.taken)
+        per_slot = max(1, wish.limit // max(wish.idle, 1))
+        for pool in self._shares.pools:
+
+            def of_pool(key: LaneKey, pool: str = pool) -> bool:
+                return self._shares.pool_of(key.queue) == pool and (only is None or key in only)
+
+            slots = self._shares.allowed(pool, idle, taken)
+            limit = min(slots * per_slot, wish.limit - len(jobs))
+            if limit <= 0:
+                continue
+            found = self._claim(conn, limit, of_pool)
+            jobs += found
+            used = -(-len(found) // per_slot)
+            idle -= used
+            taken[pool] = taken.get(pool, 0) + used
+        return jobs
+
+    def _claim(
+        self, conn: Connection, limit: int, wanted: Callable[[LaneKey], bool] | None
+    ) -> list[ClaimedJob]:
+        jobs: list[ClaimedJob] = []
+        aged = self._lanes.aged_plan(wanted or _any)
+        if aged is not None:
+            plan, owed = aged
+            jobs += self._claim_plan(conn, plan, min(owed, limit))
+            self._lanes.claimed_aged(plan.lanes[0], len(jobs))
+        for plan in self._lanes.plans(wanted):
             if len(jobs) >= limit:
                 break
+            found = self._claim_plan(conn, plan, limit - len(jobs))
+            self._lanes.claimed(len(found))
+            jobs += found
         return jobs
+
+    def _look_at_heads(self, conn: Connection) -> None:
+        """For how long lanes have waited that others may keep from being served."""
+        keys = self._lanes.may_age() if self._aging_s else []
+        waited: dict[LaneKey, float] = {}
+        if keys:
+            rows = run(
+                conn,
+                "lane_heads",
+                queues=text_array([key.queue for key in keys]),
+                priorities=int_array([key.priority for key in keys]),
+            )
+            waited = {LaneKey(queue, priority): waited_s for queue, priority, waited_s, _ in rows if queue}
+            self._lanes.swept(rows[-1][3])
+        self._lanes.age(waited, self._aging_s)
 
     def _claim_plan(self, conn: Connection, plan: Plan, limit: int) -> list[ClaimedJob]:
         rows = run(
@@ -173,10 +246,14 @@ class ClaimBook:
             token=secrets.randbits(63) or 1,
             lease_s=self.lease_s,
             node_id=self.node_id,
-            limited=None,
+            limited=plan.limited,
         )
         self._now_us = rows[0][_NOW_US]
         walk_us = rows[0][_WALK_US]
+        room = rows[0][_ROOM]
+        if room < limit:
+            self.held_back = True
+            limit = room
         if rows[0][0] is None:
             rows.clear()
         jobs = [ClaimedJob._make(row[:_NOW_US]) for row in rows]
@@ -194,14 +271,19 @@ class ClaimBook:
             rows = run(conn, "list_lanes_distinct", queues=self._queues)
             self._many = len(rows) >= _MANY_LANES // 2
         now = self._clock()
-        cost_s = rows[-1][3]
+        cost_s = rows[-1][4]
         self._lanes.swept(cost_s)
         self._lanes.looked(cost_s, now)
         return self._lanes.observe(
-            [LaneKey(queue, priority) for queue, priority, paused, _ in rows if queue and not paused],
-            [LaneKey(queue, priority) for queue, priority, paused, _ in rows if queue and paused],
+            [LaneKey(queue, priority) for queue, priority, paused, _, _ in rows if queue and not paused],
+            [LaneKey(queue, priority) for queue, priority, paused, _, _ in rows if queue and paused],
             now,
+            [queue for queue, _, _, limited, _ in rows if limited],
         )
+
+
+def _any(_key: LaneKey) -> bool:
+    return True
 
 
 def _taken(jobs: list[ClaimedJob]) -> dict[LaneKey, Taken]:

@@ -455,6 +455,7 @@ class Dispatcher:
 
     def _settled(self, keys: list[tuple[int, int]], counts: dict[str, int], *, own: bool = True) -> None:
         if own:  # recorded by our recorder
+            self.claimer.made_room()
             self.pending -= len(keys)
             self.keeper.may_rescue = self.reconciled
         for name, number in counts.items():
@@ -532,7 +533,7 @@ class Dispatcher:
     def _claim(self, links: list[Link]) -> None:
         wanted = self.stock.demand(links)
         if wanted != self.claimer.wanted:
-            more = wanted > self.claimer.wanted
+            more = wanted.limit > self.claimer.wanted.limit
             self.claimer.wanted = wanted
             if more:
                 self.claimer.wake()

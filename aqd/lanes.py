@@ -12,11 +12,12 @@ transaction that stayed open longer than the slack, a released or rescued job, a
 that was rolled back.
 
 Promises: no due job stays hidden for longer than a sweep; lanes of higher priority come first; lanes of
-equal priority take turns. Moments are unix microseconds of the *database's* clock, ``now`` is the
+equal priority take turns; a lane whose first job has been due for ``aging_s`` gets one of eleven jobs claimed, so
+that a steady stream of urgent jobs starves nobody for ever. Moments are unix microseconds of the *database's* clock, ``now`` is the
 caller's monotonic clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 # A statement with 200 lanes takes 3.2 ms, with one 2.2 ms; beyond that it is cut into several.
@@ -28,6 +29,8 @@ KEEP_LANE_S: Final = 60.0
 COST_FACTOR: Final = 50
 MAX_SWEEP_S: Final = 30.0
 _CHEAP_LOOK_S: Final = 0.001
+# Of so many jobs claimed by priority one more is claimed by age.
+AGED_SHARE: Final = 10
 
 
 class Floor(NamedTuple):
@@ -48,10 +51,12 @@ class LaneKey(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One claim statement: lanes in the order in which they are served, and their floors."""
+    """One claim statement: lanes in the order in which they are served, and their floors. ``limited``: the queue
+    of all of them, if it may run only so many jobs at a time."""
 
     lanes: list[LaneKey]
     floors: list[Floor]
+    limited: str | None = None
 
 
 class Taken(NamedTuple):
@@ -84,6 +89,9 @@ class Lanes:
         self._sweep_began = 0.0
         self._sweep_cost = 0.0
         self._next_look = 0.0
+        self._limited: frozenset[str] = frozenset()
+        self._aged: list[LaneKey] = []  # longest waiting first
+        self._credit = 0  # jobs claimed by priority since the last that was claimed by age
 
     def keys(self) -> list[LaneKey]:
         """All lanes, highest priority first."""
@@ -96,11 +104,19 @@ class Lanes:
 
     # discovery
 
-    def observe(self, found: Iterable[LaneKey], paused: Iterable[LaneKey], now: float) -> list[LaneKey]:
+    def observe(
+        self,
+        found: Iterable[LaneKey],
+        paused: Iterable[LaneKey],
+        now: float,
+        limited: Collection[str] = (),
+    ) -> list[LaneKey]:
         """Take over what a discovery saw; returns the lanes that are new.
 
-        Lanes that were not seen are empty: they are kept for a while. Paused ones are dropped.
+        Lanes that were not seen are empty: they are kept for a while. Paused ones are dropped. ``limited``: the
+        queues among them that have a limit.
         """
+        self._limited = frozenset(limited)
         fresh = []
         for key in found:
             lane = self._lanes.get(key)
@@ -168,28 +184,69 @@ class Lanes:
         until = self._next_sweep if looked else min(self._next_sweep, self._next_look)
         return max(until - now, 0.0)
 
+    # aging
+
+    def may_age(self) -> list[LaneKey]:
+        """The lanes that others may keep from being served: all but those of the highest priority."""
+        return [lane.key for group in self._groups[1:] for lane in group]
+
+    def age(self, waited_s: Mapping[LaneKey, float], aging_s: float) -> None:
+        """Take over for how long the first due job of lanes has been due."""
+        self._aged = sorted(
+            (key for key, waited in waited_s.items() if waited >= aging_s), key=lambda key: -waited_s[key]
+        )
+
+    def aged_plan(self, wanted: Callable[[LaneKey], bool]) -> tuple[Plan, int] | None:
+        """The statement for what is owed to age, if anything is, and how many jobs: the longest waiting lane's."""
+        owed = self._credit // AGED_SHARE
+        if not owed:
+            return None
+        key = next((key for key in self._aged if key in self._lanes and wanted(key)), None)
+        return (self.plan_for([key])[0], owed) if key is not None else None
+
+    def claimed(self, number: int) -> None:
+        """So many jobs were claimed by priority. While nobody waits too long no debt grows."""
+        self._credit += number
+        if not self._aged:
+            self._credit = min(self._credit, AGED_SHARE)
+
+    def claimed_aged(self, key: LaneKey, number: int) -> None:
+        """A lane had its turn by age; the next time it is another one's, until the lanes are looked at again."""
+        self._aged.remove(key)
+        if number:
+            self._credit -= number * AGED_SHARE
+            self._aged.append(key)
+
     # claiming
 
-    def plans(self) -> list[Plan]:
-        """The statements that would look into all lanes; equal priorities begin with another lane each time."""
+    def plans(self, wanted: Callable[[LaneKey], bool] | None = None) -> list[Plan]:
+        """The statements that would look into all lanes (or those ``wanted``); equal priorities begin with
+        another lane each time."""
         order: list[_Lane] = []
         self._turn += 1
         for group in self._groups:
             first = self._turn % len(group)
             order += group[first:]
             order += group[:first]
-        return [
-            Plan([lane.key for lane in chunk], [lane.floor for lane in chunk])
-            for chunk in (order[i : i + LANES_PER_CLAIM] for i in range(0, len(order), LANES_PER_CLAIM))
-        ]
+        if wanted is not None:
+            order = [lane for lane in order if wanted(lane.key)]
+        return self._cut(order)
 
     def plan_for(self, keys: Sequence[LaneKey]) -> list[Plan]:
         """As :meth:`plans`, for some lanes only, highest priority first."""
         wanted = sorted((key for key in keys if key in self._lanes), key=lambda key: -key.priority)
-        return [
-            Plan(chunk, [self._lanes[key].floor for key in chunk])
-            for chunk in (wanted[i : i + LANES_PER_CLAIM] for i in range(0, len(wanted), LANES_PER_CLAIM))
-        ]
+        return self._cut([self._lanes[key] for key in wanted])
+
+    def _cut(self, order: Sequence[_Lane]) -> list[Plan]:
+        """One statement for as many lanes as it may have; for each queue with a limit one of its own."""
+        plans: list[Plan] = []
+        for lane in order:
+            limited = lane.key.queue if lane.key.queue in self._limited else None
+            if not plans or plans[-1].limited != limited or len(plans[-1].lanes) >= LANES_PER_CLAIM:
+                plans.append(Plan([], [], limited))
+            plans[-1].lanes.append(lane.key)
+            plans[-1].floors.append(lane.floor)
+        return plans
 
     def took(self, plan: Plan, taken: dict[LaneKey, Taken], limit: int, now_us: int) -> bool:
         """Move the floors after a claim of at most ``limit`` rows, executed at ``now_us``.
@@ -199,6 +256,8 @@ class Lanes:
         continues after its last row, and those behind it were not looked at. Returns whether the claim
         looked behind where a floor was before the sweep.
         """
+        if limit <= 0:  # nothing was looked at: a limited queue is full
+            return False
         drained = Floor(max(now_us - self._slack_us, 0), 0)
         behind = False
         for key in plan.lanes:

@@ -115,6 +115,13 @@ class Link:
         place = (message.slot, message.incarnation, message.generation)
         return Link(*place, channel.from_fd(channel_fd), page, output_fd)
 
+    @property
+    def queue(self) -> str:
+        """Of the job that it is on or comes to next; "" if that is not known (a predecessor's)."""
+        number = next(iter(self.unfinished), None)
+        held = self.held.get(number) if number is not None else None
+        return held.job.queue if held is not None and held.job is not None else ""
+
     def close(self) -> None:
         self.channel.close()
         self.page.close()

@@ -1,7 +1,8 @@
 """The node's stock: jobs that are claimed and not yet given to a worker, and the giving.
 
-Run by the dispatcher's main thread. Two rows wait here. Ordinary jobs go in frames to workers that are idle or
-about to be (:mod:`aqd.assign` decides how many). One-shot jobs, whose process can run nothing else, go alone to a
+Run by the dispatcher's main thread. Rows wait here: one of ordinary jobs for each pool (a single one
+unless slots are reserved for queues, :mod:`aqd.shares`). They go in frames, of one pool each, to workers that are idle
+or about to be (:mod:`aqd.assign` decides how many). One more row: one-shot jobs, whose process can run nothing else, go alone to a
 worker that has run nothing yet; if there is none, the least busy worker is given nothing more and the master makes
 its successor ready.
 
@@ -18,12 +19,13 @@ from typing import Final
 from aqd import messages
 from aqd.assign import Budget, Estimates
 from aqd.channel import ChannelClosed
-from aqd.claims import ClaimedJob
+from aqd.claims import NOTHING, ClaimedJob, Wish
 from aqd.config import Config
 from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.page import Flag
 from aqd.process import boottime, boottime_ns
+from aqd.shares import Shares
 
 # Claimed jobs for which no worker became free are given back: another node may be idle.
 READY_LIMIT_S: Final = 0.5
@@ -33,6 +35,21 @@ FRESH_LIMIT_S: Final = 10.0
 SUCCESSOR_LIMIT_S: Final = 10.0
 # The successor of a worker that may run n jobs is ordered when n / 10 are left.
 ORDER_AHEAD: Final = 10
+
+
+class _Row:
+    """Jobs that wait for a worker, and since when none of them has got one."""
+
+    __slots__ = ("given_at", "jobs")
+
+    def __init__(self) -> None:
+        self.jobs: deque[Held] = deque()
+        self.given_at = boottime()
+
+    def append(self, held: Held) -> None:
+        if not self.jobs:
+            self.given_at = boottime()
+        self.jobs.append(held)
 
 
 class Stock:
@@ -51,16 +68,20 @@ class Stock:
         self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
         self.budget = Budget(int(config.daemon.frame_ms * 1e6))
         self._release, self._recall, self._tell = release, recall, tell
-        self._ready: deque[Held] = deque()
-        self._single: deque[Held] = deque()
-        self._last_given = self._last_single = boottime()
+        self.shares = Shares(config.daemon.reserved)
+        self._ready = {pool: _Row() for pool in self.shares.pools}
+        self._single = _Row()
+
+    def _rows(self) -> Iterator[_Row]:
+        yield from self._ready.values()
+        yield self._single
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._single)
+        return sum(len(row.jobs) for row in self._rows())
 
     def __iter__(self) -> Iterator[Held]:
-        yield from self._ready
-        yield from self._single
+        for row in self._rows():
+            yield from row.jobs
 
     # --- coming in
 
@@ -69,8 +90,8 @@ class Stock:
         self.handlers = handlers
         self.estimates.keep(handlers)
         waiting = [(held, held.job) for held in self if held.job is not None]
-        self._ready.clear()
-        self._single.clear()
+        for row in self._rows():
+            row.jobs.clear()
         for held, job in sorted(waiting, key=lambda each: (-each[1].priority, each[1].run_at_us, each[1].id)):
             if job.type in handlers:
                 self._limit(held, job)
@@ -103,73 +124,108 @@ class Stock:
         if first:
             self._limit(held, held.job)
         handler = self.handlers.get(held.job.type)
-        row = self._single if handler is not None and handler.one_shot else self._ready
+        alone = handler is not None and handler.one_shot
+        row = self._single if alone else self._ready[self.shares.pool_of(held.job.queue)]
         if first:
-            row.appendleft(held)
-            return
-        if not row and row is self._ready:
-            self._last_given = boottime()
-        elif not row:
-            self._last_single = boottime()
-        row.append(held)
+            row.jobs.appendleft(held)
+        else:
+            row.append(held)
 
     # --- going out
 
     def remove(self, held: Held) -> None:
-        row = self._ready if held in self._ready else self._single
-        row.remove(held)
+        next(row for row in self._rows() if held in row.jobs).jobs.remove(held)
 
     def release_all(self, reason: str) -> None:
-        for row in (self._ready, self._single):
-            _release_row(row, self._release, reason)
+        for row in self._rows():
+            self._release_row(row, reason)
 
     def release_overdue(self, now: float) -> None:
         """Give back what waits for longer than it should."""
-        if self._ready and now >= self._last_given + READY_LIMIT_S:
-            _release_row(self._ready, self._release, "no worker became free")
-        if self._single and now >= self._last_single + FRESH_LIMIT_S:
-            _release_row(self._single, self._release, "no process of its own was ready in time")
+        for row in self._ready.values():
+            if now >= row.given_at + READY_LIMIT_S:
+                self._release_row(row, "no worker became free")
+        if now >= self._single.given_at + FRESH_LIMIT_S:
+            self._release_row(self._single, "no process of its own was ready in time")
+
+    def _release_row(self, row: _Row, reason: str) -> None:
+        while row.jobs:
+            self._release(row.jobs.popleft(), reason)
 
     def give(self, links: Collection[Link]) -> None:
         """Fill the frames of these workers, all of which serve the present generation."""
         now_ns = boottime_ns()
         fresh_ns = now_ns + int(self.config.daemon.kill_grace_s * 1e9)
-        if self._single:
+        if self._single.jobs:
             self._give_single(links, fresh_ns)
         for link in sorted(links, key=lambda item: item.load_ns):
-            if not self._ready:
+            if not any(row.jobs for row in self._ready.values()):
                 return
             self._order_in_time(link)
             room = self._room(link)
             if link.exhausted or link.recalling or room < 1:
                 continue
-            if self._single and not link.page.written:
+            if self._single.jobs and not link.page.written:
                 continue  # kept for a one-shot job
             if not self.budget.wants_more(link.load_ns, len(link.unfinished)):
                 continue
             if link.unfinished and link.stuck(now_ns):
                 continue  # what it is given would be taken back, and given to it again, for ever
+            row = self._row_for(link, links)
+            if row is None or not row.jobs:
+                continue
             count = self.budget.frame(
-                self._waiting(), backlog=len(self._ready), workers=len(links), room=room
+                self._waiting(row), backlog=len(row.jobs), workers=len(links), room=room
             )
-            jobs = self._certain([self._ready.popleft() for _ in range(count)], fresh_ns)
+            jobs = self._certain([row.jobs.popleft() for _ in range(count)], fresh_ns)
             if jobs:
-                self._last_given = boottime()
+                row.given_at = boottime()
                 self._send(link, jobs)
                 self._order_in_time(link)
 
-    def demand(self, links: Collection[Link]) -> int:
+    def _row_for(self, link: Link, links: Collection[Link]) -> _Row | None:
+        """Which row this worker is served from: that of the pool it is on; an idle one's is the first that wants a
+        slot and may have one."""
+        if not self.shares:
+            return next(iter(self._ready.values()))
+        if link.unfinished:
+            return self._ready[self.shares.pool_of(link.queue)]
+        idle, taken = self._slots(links)
+        for pool, row in self._ready.items():
+            if row.jobs and self.shares.allowed(pool, idle, taken):
+                return row
+        return None
+
+    def _slots(self, links: Collection[Link]) -> tuple[int, dict[str, int]]:
+        """How many workers are idle, and how many each pool has."""
+        busy = [link.queue for link in links if link.unfinished]
+        usable = sum(1 for link in links if not link.exhausted or link.unfinished)
+        return usable - len(busy), self.shares.count(busy)
+
+    def demand(self, links: Collection[Link]) -> Wish:
         """How many jobs to claim now."""
         for link in links:
             if link.exhausted and not link.held and boottime() >= link.exhausted_at + SUCCESSOR_LIMIT_S:
                 link.exhausted, link.overtime = False, True
         usable = [link for link in links if not link.exhausted]
         idle = sum(1 for link in usable if not link.unfinished)
-        if not idle and boottime() >= self._last_given + READY_LIMIT_S:
-            return 0
-        return self.budget.demand(
-            idle=idle, workers=len(usable), ready=len(self), mean_ns=self.estimates.mean_ns
+        if not idle and boottime() >= max(row.given_at for row in self._ready.values()) + READY_LIMIT_S:
+            return NOTHING
+        ready = len(self)
+        limit = self.budget.demand(
+            idle=idle, workers=len(usable), ready=ready, mean_ns=self.estimates.mean_ns
         )
+        if not self.shares or limit <= 0:
+            return Wish(limit, idle, {})
+        if limit > idle:  # short jobs, ahead of slots that will soon be free: shares of all of them
+            return Wish(limit, len(usable), {})
+        taken = self._slots(links)[1]
+        for pool, row in self._ready.items():
+            taken[pool] = taken.get(pool, 0) + len(row.jobs)
+        for held in self._single.jobs:
+            pool = self.shares.pool_of(held.job.queue if held.job else "")
+            taken[pool] = taken.get(pool, 0) + 1
+        return Wish(limit, max(0, idle - ready), taken)
 
     def _room(self, link: Link) -> int:
         most = 0 if link.overtime else self.config.daemon.max_jobs_per_worker
@@ -197,10 +253,11 @@ class Stock:
 
     def _give_single(self, links: Collection[Link], fresh_ns: int) -> None:
         fresh = [link for link in links if not link.page.written and not link.exhausted]
-        while self._single and fresh:
-            jobs = self._certain([self._single.popleft()], fresh_ns)
+        while fresh and (held := self._next_single(links)) is not None:
+            self._single.jobs.remove(held)
+            jobs = self._certain([held], fresh_ns)
             if jobs:
-                self._last_single = boottime()
+                self._single.given_at = boottime()
                 link = fresh.pop()
                 self._send(link, jobs)
                 self._exhaust(link)
@@ -209,9 +266,20 @@ class Stock:
         used = sorted(
             (link for link in links if not (link.exhausted or link.overtime)), key=lambda item: item.load_ns
         )
-        for link in used[: max(0, len(self._single) - coming)]:
+        for link in used[: max(0, len(self._single.jobs) - coming)]:
             if link.page.written:
                 self._exhaust(link)
+
+    def _next_single(self, links: Collection[Link]) -> Held | None:
+        """The first one-shot job that may have a slot."""
+        if not self.shares:
+            return self._single.jobs[0] if self._single.jobs else None
+        idle, taken = self._slots(links)
+        for held in self._single.jobs:
+            pool = self.shares.pool_of(held.job.queue if held.job else "")
+            if self.shares.allowed(pool, idle, taken):
+                return held
+        return None
 
     def _certain(self, jobs: list[Held], fresh_ns: int) -> list[Held]:
         for held in jobs:
@@ -228,9 +296,9 @@ class Stock:
             # The entries stand in its page: they come back when it is recalled or settled.
             self._recall(link)
 
-    def _waiting(self) -> Iterator[tuple[int, int]]:
+    def _waiting(self, row: _Row) -> Iterator[tuple[int, int]]:
         """What the jobs that wait will probably cost: (ns, bytes in the frame), as far as it is asked for."""
-        for held in self._ready:
+        for held in row.jobs:
             assert held.job is not None
             held.expected_ns = self.estimates.expected_ns(held.job.type)
             yield held.expected_ns, held.frame_bytes
@@ -238,11 +306,6 @@ class Stock:
 
 def _bytes(text: str) -> int:
     return len(text if text.isascii() else text.encode())
-
-
-def _release_row(row: deque[Held], release: Callable[[Held, str], None], reason: str) -> None:
-    while row:
-        release(row.popleft(), reason)
 
 
 __all__ = ["READY_LIMIT_S", "Stock"]

@@ -14,7 +14,7 @@
 -- - Known types only: an unknown type costs nobody an attempt.
 -- - Of a queue with a limit (:limited, its lanes alone) no more than aqd.queue_room allows, which holds the
 --   queue's row until the end. The sub-select of a LIMIT is evaluated once, before the first row.
--- - Always at least one row: now_us is the database's clock, which the floors are made of; walk_us is what
+-- - Always at least one row: room is how many might have been taken, now_us is the database's clock, which the floors are made of; walk_us is what
 --   finding the rows has cost the server (the sub-select is evaluated once, at the first row).
 -- Index: jobs_ready, one range per lane; then the primary key.
 with lane as (
@@ -65,16 +65,17 @@ with lane as (
               array_to_json(j.tags)::text as tags, j.meta::text as meta
 )
 select c.*, clock.now_us,
-       (date_part('epoch', (select clock_timestamp()) - now()) * 1000000::double precision)::bigint as walk_us
+       (date_part('epoch', (select clock_timestamp()) - now()) * 1000000::double precision)::bigint as walk_us,
+       (select r.jobs from room r) as room
 from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as now_us) as clock
 left join claimed c on true
 
 -- name: list_lanes :many
 -- The lanes with QUEUED jobs, and whether their queue is paused (the claimer forgets paused lanes but
--- keeps empty ones for a while). An empty array of queues means all. Always at least one row, the last of
+-- keeps empty ones for a while) and has a limit. An empty array of queues means all. Always at least one row, the last of
 -- which says what the look has cost the server.
 -- Index: jobs_ready, one probe a lane; queues' primary key.
-select l.queue, l.priority, coalesce(q.paused, false),
+select l.queue, l.priority, coalesce(q.paused, false), q.max_running is not null,
        date_part('epoch', clock_timestamp() - statement_timestamp())
 from (select true) as always
 left join aqd.ready_lanes(:max_lanes::integer) as l
@@ -84,12 +85,29 @@ left join aqd.queues q on q.queue = l.queue
 -- name: list_lanes_distinct :many
 -- The same for thousands of lanes, where one pass over the index is cheaper than a probe for each.
 -- Index: jobs_ready, the whole of it.
-select l.queue, l.priority, coalesce(q.paused, false),
+select l.queue, l.priority, coalesce(q.paused, false), q.max_running is not null,
        date_part('epoch', clock_timestamp() - statement_timestamp())
 from (select true) as always
 left join (select distinct j.queue, j.priority from aqd.jobs j where j.state = 'QUEUED') as l
     on cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
 left join aqd.queues q on q.queue = l.queue
+
+-- name: lane_heads :many
+-- For how many seconds the first job of each of these lanes has been due; only lanes that have a due one. One more
+-- row, at the end, says what the look has cost the server.
+-- Index: jobs_ready, one probe a lane.
+(select l.queue, l.priority, date_part('epoch', now() - head.run_at), null::double precision
+ from unnest(:queues::text[], :priorities::smallint[]) as l(queue, priority)
+ cross join lateral (
+     select j.run_at
+     from aqd.jobs j
+     where j.state = 'QUEUED' and j.queue = l.queue and j.priority = l.priority
+     order by j.run_at, j.id
+     limit 1
+ ) as head
+ where head.run_at <= now())
+union all
+select null, null, null, date_part('epoch', clock_timestamp() - statement_timestamp())
 
 -- name: next_due :one
 -- Seconds until the first job falls due that was not yet due at the last claim (its now_us); null if

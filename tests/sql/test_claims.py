@@ -292,15 +292,19 @@ def test_list_lanes(conn: database.Connection, queue: Queue) -> None:
     for name, priority in expected:
         queue.fill(3, queue=name, priority=priority)
     queue.fill(3, queue="done", state="'FAILED'")
-    queue.conn.execute("insert into aqd.queues values ('b', true), ('c:1', false)")
+    queue.conn.execute(
+        "insert into aqd.queues (queue, paused, max_running) "
+        "values ('b', true, null), ('c:1', false, null), ('a', false, 3)"
+    )
     for statement, more in (("list_lanes", {"max_lanes": 100}), ("list_lanes_distinct", {})):
         rows = database.run(conn, statement, queues="{}", **more)
         assert {(name, priority) for name, priority, *_ in rows} == expected
         assert len(rows) == len(expected)
-        assert {name for name, _, paused, _ in rows if paused} == {"b"}
+        assert {name for name, _, paused, *_ in rows if paused} == {"b"}
+        assert {name for name, _, _, limited, _ in rows if limited} == {"a"}
         rows = database.run(conn, statement, queues="{a,nothing}", **more)
         assert {name for name, *_ in rows} == {"a"}
-        assert 0 < rows[-1][3] < 5, "what it cost the server, in seconds"
+        assert 0 < rows[-1][4] < 5, "what it cost the server, in seconds"
         (nothing,) = database.run(conn, statement, queues="{nothing}", **more)
         assert nothing[0] is None
     assert len(database.run(conn, "list_lanes", queues="{}", max_lanes=5)) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ HANDLERS = {
 class World:
     """A stock with what it says to others, and real links."""
 
-    def __init__(self, **daemon: float) -> None:
+    def __init__(self, **daemon: Any) -> None:
         self.released: list[tuple[int, str]] = []
         self.told: list[messages.FromDispatcher] = []
         config = Config(daemon=msgspec.convert(daemon, Daemon))
@@ -51,10 +52,10 @@ class World:
         self._ends.append(theirs)
         return link
 
-    def add(self, type: str, count: int = 1) -> list[Held]:
+    def add(self, type: str, count: int = 1, queue: str = "default") -> list[Held]:
         added = []
         for _ in range(count):
-            job = ClaimedJob(self._next, 99, type, "default", 0, "{}", 1, None, None, 0, 0, 0, 0)
+            job = ClaimedJob(self._next, 99, type, queue, 0, "{}", 1, None, None, 0, 0, 0, 0)
             self._next += 1
             held = self.stock.claimed(job, boottime_ns() + 60_000_000_000)
             self.stock.add(held)
@@ -78,7 +79,7 @@ class World:
 def world() -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
-    def make(**daemon: float) -> World:
+    def make(**daemon: Any) -> World:
         made.append(World(**daemon))
         return made[-1]
 
@@ -184,7 +185,7 @@ def test_a_worker_that_a_predecessor_gave_its_last_job_is_replaced(world: Callab
     here.give()
     assert ids(link) == []
     assert here.recycled() == [link.incarnation]
-    assert here.stock.demand(here.links) == 0
+    assert here.stock.demand(here.links).limit == 0
 
 
 @pytest.mark.parametrize("why", ["noop", "alone"])
@@ -196,9 +197,9 @@ def test_a_worker_whose_successor_does_not_come_serves_on(world: Callable[..., W
     here.give()
     here.stock.release_all("tests")
     assert link.exhausted
-    assert here.stock.demand(here.links) == 0
+    assert here.stock.demand(here.links).limit == 0
     link.exhausted_at -= SUCCESSOR_LIMIT_S
-    assert here.stock.demand(here.links) == 1
+    assert here.stock.demand(here.links).limit == 1
     for number in range(3, 6):
         here.add("noop")
         here.give()
@@ -215,7 +216,7 @@ def test_a_worker_that_was_given_a_one_shot_job_gets_nothing_more(world: Callabl
     here.give()
     link.recorded(0)
     here.add("noop")
-    assert here.stock.demand(here.links) == 0
+    assert here.stock.demand(here.links).limit == 0
     here.give()
     assert ids(link) == []
 
@@ -275,3 +276,79 @@ def test_an_uncertain_lease_is_not_given(world: Callable[..., World]) -> None:
     here.give()
     assert ids(link) == []
     assert sorted(id for id, _ in here.released) == [1, 2]
+
+
+def queues(here: World) -> list[list[str]]:
+    return [[held.job.queue for held in link.held.values() if held.job] for link in here.links]
+
+
+def test_reserved_slots_are_kept_from_the_others(world: Callable[..., World]) -> None:
+    here = world(slots=4, reserved={"mail": 1, "reports": 1}, frame_ms=0)
+    for _ in range(4):
+        here.worker()
+    here.add("noop", 9, queue="slow")
+    here.give()
+    assert sorted(queues(here)) == [[], [], ["slow"], ["slow"]]
+    here.add("noop", 9, queue="mail")
+    here.give()
+    assert sorted(queues(here)) == [[], ["mail"], ["slow"], ["slow"]]  # the last one is for reports
+    here.add("noop", queue="reports")
+    here.give()
+    assert sorted(queues(here)) == [["mail"], ["reports"], ["slow"], ["slow"]]
+
+
+def test_what_is_not_reserved_a_queue_with_reserved_slots_may_have_too(world: Callable[..., World]) -> None:
+    here = world(slots=4, reserved={"mail": 1, "reports": 1}, frame_ms=0)
+    for _ in range(4):
+        here.worker()
+    here.add("noop", 9, queue="mail")
+    here.give()
+    assert sorted(queues(here)) == [[], ["mail"], ["mail"], ["mail"]]
+
+
+def test_a_frame_holds_jobs_of_one_pool(world: Callable[..., World]) -> None:
+    here = world(slots=3, reserved={"mail": 1}, frame_ms=100)
+    here.stock.estimates.learn("noop", 1_000)
+    for _ in range(3):
+        here.worker()
+    for _ in range(20):
+        here.add("noop", queue="slow")
+        here.add("noop", queue="mail")
+    here.give()
+    assert all(len(set(each)) == 1 and len(each) > 1 for each in queues(here)), queues(here)
+
+
+def test_one_shot_jobs_keep_to_the_shares(world: Callable[..., World]) -> None:
+    here = world(slots=3, reserved={"mail": 1}, frame_ms=0)
+    for _ in range(3):
+        here.worker()
+    here.add("alone", 5, queue="slow")
+    here.give()
+    assert sorted(queues(here)) == [[], ["slow"], ["slow"]]
+    here.add("alone", queue="mail")
+    here.give()
+    assert sorted(queues(here)) == [["mail"], ["slow"], ["slow"]]
+
+
+def test_a_pool_without_a_slot_gives_its_jobs_back_while_others_go_on(world: Callable[..., World]) -> None:
+    here = world(slots=2, reserved={"mail": 1}, frame_ms=0)
+    for _ in range(2):
+        here.worker()
+    here.add("noop", queue="slow")
+    here.give()
+    waiting = here.add("noop", queue="slow")[0]
+    here.add("noop", queue="mail")
+    here.give()
+    assert sorted(queues(here)) == [["mail"], ["slow"]]
+    here.stock.release_overdue(boottime() + READY_LIMIT_S + 1)
+    assert here.released == [(waiting.id, "no worker became free")]
+
+
+def test_the_wish_says_which_pools_hold_what(world: Callable[..., World]) -> None:
+    here = world(slots=4, reserved={"mail": 1}, frame_ms=0)
+    for _ in range(4):
+        here.worker()
+    here.add("noop", queue="slow")
+    here.give()
+    here.add("noop", queue="mail")
+    assert here.stock.demand(here.links) == (2, 2, {"": 1, "mail": 1})

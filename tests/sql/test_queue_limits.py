@@ -1,0 +1,190 @@
+"""Limits of queues over all claimers, and aging: never more than allowed, never less than could be, nobody starves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from aqd import claims, database, store
+from aqd.claims import Wish
+from aqd.lanes import AGED_SHARE
+from aqd.shares import Shares
+from tests.sql.conftest import Connect
+from tests.sql.support import Queue, book, completion, in_threads
+
+
+def limit(queue: Queue, name: str, most: int | None) -> None:
+    queue.conn.execute(
+        "insert into aqd.queues (queue, max_running) values (%s, %s) "
+        "on conflict (queue) do update set max_running = excluded.max_running",
+        [name, most],
+    )
+
+
+def running(queue: Queue, name: str) -> int:
+    return int(queue.value(f"select count(*) from aqd.jobs where state = 'PROCESSING' and queue = '{name}'"))
+
+
+def finish(conn: database.Connection, jobs: list[claims.ClaimedJob]) -> None:
+    store.record_completed(conn, [completion(job) for job in jobs])
+
+
+def test_a_limited_queue_gives_no_more_than_its_limit(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(20, queue="narrow")
+    queue.fill(20, queue="narrow", priority=5)
+    queue.fill(20, queue="wide")
+    limit(queue, "narrow", 3)
+    mine = book()
+    first = mine.claim(conn, 10)
+    assert [job.queue for job in first].count("narrow") == 3
+    assert {job.priority for job in first if job.queue == "narrow"} == {5}
+    assert len(first) == 10  # the rest from the other queue
+    assert mine.held_back
+    assert [job.queue for job in mine.claim(conn, 10)] == ["wide"] * 10
+    finish(conn, [job for job in first if job.queue == "narrow"][:2])
+    assert [job.queue for job in mine.claim(conn, 10)].count("narrow") == 2
+
+
+def test_a_full_queue_hides_nothing(conn: database.Connection, queue: Queue) -> None:
+    """What was not looked at because the queue was full is found by the next claim, not by the next sweep."""
+    queue.fill(3, queue="narrow")
+    limit(queue, "narrow", 1)
+    mine = book(sweep_s=1e6)
+    seen = []
+    for _ in range(3):
+        jobs = mine.claim(conn, 5)
+        assert len(jobs) == 1
+        assert mine.claim(conn, 5) == []
+        finish(conn, jobs)
+        seen += [job.id for job in jobs]
+    assert seen == sorted(seen)
+
+
+def test_many_claimers_never_exceed_the_limit_and_reach_it(connect: Connect, queue: Queue) -> None:
+    """Six nodes; each counts all that run, as it goes, by its own connection."""
+    queue.fill(400, queue="narrow")
+    limit(queue, "narrow", 7)
+    most = []
+    left = threading.Barrier(6)
+
+    def node(number: int) -> int:
+        conn, mine, done = connect(), book(node_id=f"node-{number}"), 0
+        left.wait(30)
+        while True:
+            jobs = mine.claim(conn, 3)
+            count = conn.execute("select count(*) from aqd.jobs where state = 'PROCESSING'").fetchone()
+            assert count is not None
+            most.append(count[0])
+            finish(conn, jobs)
+            done += len(jobs)
+            if not jobs and not conn.execute("select 1 from aqd.jobs limit 1").fetchone():
+                return done
+
+    assert sum(in_threads(*[lambda number=number: node(number) for number in range(6)])) == 400
+    assert max(most) == 7
+
+
+def test_a_limit_that_changes_is_seen_by_the_next_sweep(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(30, queue="q")
+    limit(queue, "q", 2)
+    mine = book(sweep_s=0)
+    assert len(mine.claim(conn, 10)) == 2
+    limit(queue, "q", 5)
+    assert len(mine.claim(conn, 10)) == 3
+    limit(queue, "q", None)
+    assert len(mine.claim(conn, 10)) == 10
+    limit(queue, "q", 1)
+    assert mine.claim(conn, 10) == []  # the 15 that run are not touched
+    assert running(queue, "q") == 15
+
+
+def test_a_claim_waits_for_another_ones_count(connect: Connect, queue: Queue) -> None:
+    """Counted before the wait for the queue's row, the second claim would not see what the first one took."""
+    queue.fill(10, queue="q")
+    limit(queue, "q", 4)
+    first, second = connect(), connect()
+    mine, other = book(node_id="a"), book(node_id="b")
+    with first.transaction():
+        assert len(mine.claim(first, 3)) == 3
+        waiting: list[claims.ClaimedJob] = []
+        thread = threading.Thread(target=lambda: waiting.extend(other.claim(second, 3)))
+        thread.start()
+        blocked = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and pid = %s"
+        while not queue.conn.execute(blocked, [second.info.backend_pid]).fetchone()[0]:
+            assert thread.is_alive()
+    thread.join(30)
+    assert len(waiting) == 1
+
+
+@pytest.mark.parametrize("per_claim", [1, 4, 25])
+def test_a_stream_of_urgent_jobs_does_not_starve_the_rest(
+    conn: database.Connection, queue: Queue, per_claim: int
+) -> None:
+    """There is always an urgent job, yet of eleven jobs one is of the lane that waits."""
+    queue.fill(2, queue="old", run_at="now() - interval '2 hours' + n * interval '1 second'")
+    queue.fill(2, queue="older", priority=-5, run_at="now() - interval '3 hours' + n * interval '1 second'")
+    mine = book(aging_s=60.0, sweep_s=0)
+    seen: list[tuple[str, int]] = []
+    while len(seen) < 110:
+        queue.fill(per_claim, queue="urgent", priority=50, run_at="now()")
+        seen += [(job.queue, job.priority) for job in mine.claim(conn, per_claim)]
+    waited = [place for place, (name, _) in enumerate(seen) if name != "urgent"]
+    assert len(waited) == 4
+    assert seen[waited[0]][0] == "older"
+    for number, place in enumerate(waited, 1):
+        urgent = place - (number - 1)  # before it
+        assert AGED_SHARE * number <= urgent <= AGED_SHARE * number + 2 * per_claim, waited
+
+
+def test_what_has_not_waited_long_waits(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(5, queue="young", run_at="now() - interval '50 seconds'")
+    queue.fill(60, queue="urgent", priority=50)
+    mine = book(aging_s=60.0, sweep_s=0)
+    assert {job.queue for _ in range(5) for job in mine.claim(conn, 10)} == {"urgent"}
+
+
+def test_aging_can_be_switched_off(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(5, queue="old", run_at="now() - interval '2 hours'")
+    queue.fill(60, queue="urgent", priority=50)
+    mine = book(aging_s=0.0, sweep_s=0)
+    assert {job.queue for _ in range(5) for job in mine.claim(conn, 10)} == {"urgent"}
+
+
+def test_a_lane_that_cannot_be_served_does_not_use_up_the_turns(
+    conn: database.Connection, queue: Queue
+) -> None:
+    """Its first job is of a type that nobody knows here; the next one's turn comes all the same."""
+    queue.fill(1, type="unknown", queue="oldest", run_at="now() - interval '3 hours'")
+    queue.fill(1, queue="old", run_at="now() - interval '2 hours'")
+    queue.fill(60, queue="urgent", priority=50)
+    mine = book(aging_s=60.0, sweep_s=0)
+    assert "old" in {job.queue for _ in range(5) for job in mine.claim(conn, 10)}
+
+
+def test_an_aged_lane_of_a_limited_queue_keeps_the_limit(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(9, queue="old", run_at="now() - interval '2 hours'")
+    queue.fill(100, queue="urgent", priority=50)
+    limit(queue, "old", 1)
+    mine = book(aging_s=60.0, sweep_s=0)
+    for _ in range(9):
+        mine.claim(conn, 10)
+    assert running(queue, "old") == 1
+
+
+def test_pools_are_claimed_within_their_shares(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(20, queue="slow", priority=100)
+    queue.fill(20, queue="mail")
+    mine = book(shares=Shares({"mail": 2, "reports": 1}))
+    jobs = mine.claim(conn, Wish(8, 8, {}))
+    names = [job.queue for job in jobs]
+    assert (names.count("mail"), names.count("slow")) == (
+        7,
+        0,
+    )  # it may have all but what is kept for reports
+    mine = book(shares=Shares({"mail": 2, "reports": 1}))
+    jobs = mine.claim(conn, Wish(3, 3, {"mail": 2, "": 3}))
+    assert [job.queue for job in jobs] == ["mail", "mail"]
+    queue.conn.execute("delete from aqd.jobs where queue = 'mail'")
+    jobs = mine.claim(conn, Wish(6, 6, {}))
+    assert [job.queue for job in jobs] == ["slow"] * 3
