@@ -16,7 +16,7 @@ import contextlib
 import math
 import select
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -91,8 +91,12 @@ class Ear:
         self._shared = shared
         self._owner = pgconn.notify_handler
 
-    def __enter__(self) -> Self:
+    def attach(self) -> None:
+        """Hear from now on."""
         self._pgconn.notify_handler = self._hear
+
+    def __enter__(self) -> Self:
+        self.attach()
         return self
 
     def __exit__(
@@ -169,7 +173,7 @@ def _left(until: float, timeout_s: float | None) -> float | None:
     return None if timeout_s is None else max(0.0, until - time.monotonic())
 
 
-def watch(conn: Connection, ids: list[int], timeout_s: float | None = None) -> Iterator[int]:
+def watch(conn: Connection, ids: list[int], timeout_s: float | None = None) -> Generator[int, None, None]:
     """The ids of these jobs, each when it has ended or is found not to exist.
 
     ``conn`` must be in autocommit mode and outside of a transaction, which would not see what others commit.
@@ -213,7 +217,7 @@ def watch(conn: Connection, ids: list[int], timeout_s: float | None = None) -> I
 
 async def watch_async(
     conn: psycopg.AsyncConnection[Any], ids: list[int], timeout_s: float | None = None
-) -> AsyncIterator[int]:
+) -> AsyncGenerator[int, None]:
     """As :func:`watch`, on an asynchronous connection."""
     until = time.monotonic() + check_timeout(timeout_s)
     _check_connection(conn)

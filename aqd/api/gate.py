@@ -149,6 +149,7 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         if not self.alive and not self._stopping:
             # Accepted in the last moment, its request is on the way: closed at once it would be lost.
             self._stopping = True
+            self._drain()
             for waiting in self._waiting.values():
                 if not waiting.frame.buffer:
                     waiting.deadline = min(waiting.deadline, now + STOP_LINGER_S)
@@ -163,6 +164,12 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         for unsent in [each for each in self._unsent.values() if each.deadline <= now]:
             log.info("client too slow", peer=str(unsent.conn.client), unsent=len(unsent.data))
             self._give_up(unsent)
+
+    def _drain(self) -> None:
+        """Requests that wait for something need not hold up the end."""
+        drain = getattr(getattr(self, "wsgi", None), "drain", None)
+        if drain is not None:
+            drain()
 
     def _make_room(self) -> None:
         limit = min(MAX_WAITING, max(1, self.worker_connections // 2))

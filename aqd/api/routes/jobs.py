@@ -1,12 +1,17 @@
 """Looking at jobs: ``GET /jobs``, ``GET /jobs/{id}``."""
 
-from msgspec import Struct
+import time
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from aqd import job, store
 from aqd.api import documents, query, render
 from aqd.api.endpoint import Answer, Call, Endpoint, Scope
+from aqd.api.waiters import client_of
 from aqd.errors import NotFoundError
 from aqd.job import Name, State
+from aqd.waiting import ENDED
 
 
 class ListParams(Struct):
@@ -28,9 +33,40 @@ def list_jobs(call: Call) -> Answer:
     return Answer(documents.JobPage(jobs=[render.job(row) for row in shown], next_cursor=following))
 
 
+class WaitParams(Struct):
+    """Whether to answer at once."""
+
+    wait_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60,
+            description="Answer when the job has ended (COMPLETED, FAILED or CANCELLED), at the latest after so many"
+            " seconds, with its state then. Default 0. Where the server has no room for another request that waits,"
+            " the answer comes at once, with `Retry-After`.",
+        ),
+    ] = 0.0
+
+
 def get_job(call: Call) -> Answer:
     number = call.job_id
-    return Answer(call.pool.read(lambda conn: in_full(conn, number)))
+    until = time.monotonic() + call.params.wait_s
+    found = call.pool.read(lambda conn: in_full(conn, number))
+    if not call.params.wait_s or found.status in ENDED:
+        return Answer(found)
+    waiters = call.services.waiters
+    with waiters.place(number, client_of(call.req)) as place:
+        if place is None:
+            return Answer(found, headers={"Retry-After": "1"})
+        while True:
+            over = not place.wait(until)
+            if place.gone:
+                break  # nobody reads this
+            found = call.pool.read(lambda conn: in_full(conn, number))
+            if found.status in ENDED or over or waiters.stopping:
+                break
+            waiters.again(place)  # somebody has retried it meanwhile
+    return Answer(found)
 
 
 def in_full(conn: store.Connection, number: int) -> documents.JobInFull:
@@ -61,6 +97,7 @@ ENDPOINTS = [
         Scope.READ,
         "Everything about one job",
         {200: documents.JobInFull},
+        params=WaitParams,
         problems=(404,),
     ),
 ]
