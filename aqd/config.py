@@ -104,6 +104,7 @@ class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     unknown_type_grace_s: Annotated[float, Meta(ge=0, le=30 * _DAY_S)] = 60.0
     max_payload_bytes: Annotated[int, Meta(ge=1024, le=64 << 20)] = 1 << 20
     max_result_bytes: Annotated[int, Meta(ge=1024, le=64 << 20)] = 1 << 20
+    idempotency_ttl_hours: Annotated[float, Meta(ge=0.01, le=87_600)] = 24.0
 
 
 class Plugins(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

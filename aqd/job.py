@@ -116,7 +116,7 @@ class JobBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payload: Annotated[
         msgspec.Raw,
         Meta(description="Any JSON value; what the handler gets.", extra_json_schema={"default": {}}),
-    ] = msgspec.Raw(b"{}")
+    ] = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))  # a Raw default has no JSON Schema
     queue: Annotated[Name | None, Meta(description="Default: the handler's queue, else `default`.")] = None
     priority: Annotated[Priority | None, Meta(description="Higher goes first. Default 0.")] = None
     run_at: Annotated[
@@ -152,6 +152,15 @@ class JobBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         OnConflict | None,
         Meta(description="What to do if the key stands for a job already. Default `return`."),
     ] = None
+
+
+class BatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Many jobs as a request's body says them."""
+
+    jobs: Annotated[list[JobBody], Meta(min_length=1, max_length=MAX_BATCH)]
+    atomic: Annotated[
+        bool, Meta(description="Store all or none; else those that are not refused. Default true.")
+    ] = True
 
 
 _FIELDS: Final = JobBody.__struct_fields__

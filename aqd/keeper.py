@@ -10,6 +10,7 @@ partitions      history has a partition for every day from yesterday to a week a
 vacuum          ``aqd.jobs`` stays small; says who holds an old snapshot when it cannot
 history         partitions beyond ``history_days`` are detached and dropped
 failed          failed jobs beyond ``failed_days`` are deleted with their records and attempts
+keys            idempotency keys that have expired are deleted
 nodes           nodes that ended without a word are forgotten
 ==============  ==============================================================================
 
@@ -44,6 +45,7 @@ VACUUM_DEAD_ROWS: Final = 20_000
 VACUUM_S: Final = 2.0
 PARTITIONS_S: Final = 3600.0
 RETENTION_S: Final = 600.0
+KEYS_S: Final = 60.0
 # A node is dead after node_ttl_s; its row is kept this many times longer, to be seen.
 FORGET_NODE_FACTOR: Final = 10
 BATCH: Final = 1000
@@ -101,6 +103,7 @@ class Keeper:
             _Duty("history", RETENTION_S, self._drop_history),
             _Duty("failed", RETENTION_S, self._prune_failed, elected=2),
             _Duty("attempts", RETENTION_S, self._prune_attempts, elected=3),
+            _Duty("keys", KEYS_S, self._prune_keys, elected=4),
         ]
         self._complaints = Suppressor(_COMPLAIN_S)
         self._vacuumed_under: str | None = None
@@ -253,6 +256,10 @@ class Keeper:
         if count:
             log.info("old attempts deleted", attempts=count)
         return count >= BATCH
+
+    def _prune_keys(self, conn: Connection) -> bool:
+        # Cleaning only: an expired key is free whether or not its row is still there.
+        return execute(conn, "prune_keys", limit=BATCH)[1] >= BATCH
 
     def _complain(self, event: str, **fields: object) -> None:
         write, suppressed = self._complaints.allow(event)

@@ -3,12 +3,13 @@
 
 -- name: node_seen :exec
 -- Index: primary key of nodes; HOT, because nothing indexed changes.
-insert into aqd.nodes as n (node_id, name, pid, version, generation, slots, types, state)
+insert into aqd.nodes as n (node_id, name, pid, version, generation, slots, types, state, info)
 values (:node_id::text, :name::text, :pid::integer, :version::text, :generation::integer, :slots::integer,
-        :types::text[], :state::text)
+        :types::text[], :state::text, :info::jsonb)
 on conflict (node_id) do update
 set seen_at = now(), name = excluded.name, pid = excluded.pid, version = excluded.version,
-    generation = excluded.generation, slots = excluded.slots, types = excluded.types, state = excluded.state
+    generation = excluded.generation, slots = excluded.slots, types = excluded.types, state = excluded.state,
+    info = excluded.info
 
 -- name: declare_handlers :exec
 -- In the order of types: nodes that start at the same time lock rows in the same order.
@@ -196,6 +197,19 @@ with old as materialized (
     for update of a skip locked
 )
 delete from aqd.job_attempts a using old o where a.job_id = o.job_id and a.id = o.id
+
+-- name: prune_keys :rows
+-- Idempotency keys that have expired. A submission that takes such a key over at this moment holds its row: skipped.
+-- Index: idempotency_keys_expires_at; by ctid, because the lock makes sure that the rows stay where they are.
+with old as materialized (
+    select k.ctid as place
+    from aqd.idempotency_keys k
+    where k.expires_at < now()
+    order by k.expires_at
+    limit :limit::bigint
+    for update skip locked
+)
+delete from aqd.idempotency_keys k where k.ctid = any(array(select o.place from old o))
 
 -- name: dead_tuples :one
 -- Whether aqd.jobs wants a vacuum, and whether we may run one.

@@ -15,7 +15,18 @@ Json = Annotated[Raw, Meta(description="Any JSON value.")]
 MaybeJson = Annotated[Raw | None, Meta(description="Any JSON value.")]
 
 
-class Problem(Struct, kw_only=True):
+class BatchFault(Struct, kw_only=True, omit_defaults=True):
+    """What is wrong with one job of a batch, ``index`` its place from 0; the members are those of :class:`Problem`."""
+
+    index: int
+    detail: str
+    field: str | None = None
+    bound: str | int | None = None
+    job_id: str | None = None
+    differs: list[str] | None = None
+
+
+class Problem(Struct, kw_only=True, omit_defaults=True):
     """An error (RFC 9457). ``type`` is stable; switch on it."""
 
     type: Annotated[str, Meta(pattern="^urn:aqd:[a-z-]+$")]
@@ -24,6 +35,13 @@ class Problem(Struct, kw_only=True):
     detail: str
     field: Annotated[str, Meta(description="The path of the value that was refused.")] | None = None
     bound: Annotated[str | int, Meta(description="The limit that was broken.")] | None = None
+    job_id: Annotated[str, Meta(description="The job that an idempotency key stands for.")] | None = None
+    differs: (
+        Annotated[list[str], Meta(description="The fields in which it was asked for differently.")] | None
+    ) = None
+    errors: Annotated[list[BatchFault], Meta(description="The jobs of a batch that were refused.")] | None = (
+        None
+    )
 
 
 class Enqueued(Struct, kw_only=True):
@@ -44,6 +62,27 @@ class Submitted(Enqueued, kw_only=True):
     queue: str | None
     priority: int
     outcome: str
+
+
+class BatchResult(Struct, kw_only=True):
+    """What became of one job of a batch, ``index`` its place from 0. ``status`` and ``job`` or ``problem`` are what
+    ``POST /jobs`` would have answered: 201 or 200, or 400 or 409."""
+
+    index: int
+    status: int
+    id: Id | None
+    job: Submitted | None
+    problem: Problem | None
+
+
+class BatchAnswer(Struct, kw_only=True):
+    """The results in the order of the jobs, and how many of each kind."""
+
+    results: list[BatchResult]
+    created: int
+    existing: int
+    replaced: int
+    refused: int
 
 
 class Cancelled(Struct, kw_only=True):

@@ -5,7 +5,8 @@ documents; an unexpected error becomes a 500 that tells the caller nothing but t
 the log has the rest. Also used by the gate for what fails before a request reaches Falcon.
 
 Members: ``type`` (``urn:aqd:…``, stable, to be switched on), ``title``, ``status``, ``detail``, and
-where they apply ``field`` (path of the value) and ``bound`` (the limit). After a POST, 503 means that
+where they apply ``field`` (path of the value) and ``bound`` (the limit); of an idempotency key that stands for
+another request ``job_id`` and ``differs``; of a batch ``errors``. After a POST, 503 means that
 nothing was changed, unless its type is ``urn:aqd:outcome-unknown``.
 """
 
@@ -18,6 +19,7 @@ import msgspec
 from aqd.errors import (
     ConflictError,
     DatabaseUnavailable,
+    IdempotencyConflict,
     InputError,
     NotFoundError,
     OutcomeUnknown,
@@ -53,6 +55,20 @@ _TITLES = {
 }
 
 
+# All types, for the contract and its readers: type -> status, what it means. Those of _TITLES go with a status, the
+# others stand beside them.
+KINDS = {kind: (status, title) for status, (kind, title) in _TITLES.items()} | {
+    "invalid-value": (400, "A value is not valid; `field` names it"),
+    "too-broad": (400, "The filter finds more than can be looked through in time"),
+    "admin-key-not-configured": (403, "No admin key is configured"),
+    "scope-missing": (403, "The key does not allow this"),
+    "read-only": (403, "The API is in read-only mode"),
+    "idempotency-conflict": (409, "The idempotency key stands for another request"),
+    "outcome-unknown": (503, "The connection broke during the change: it may or may not have happened"),
+    "schema-mismatch": (503, "The database's schema does not fit this version"),
+}
+
+
 class Problem(Exception):
     """An answer that is an error. ``kind`` overrides the type that goes with the status."""
 
@@ -70,7 +86,7 @@ class Problem(Exception):
         default_kind, default_title = _TITLES.get(status, ("error", "The request failed"))
         self.status = status
         self.headers = headers or {}
-        self.document = {
+        self.document: dict[str, Any] = {
             "type": f"urn:aqd:{kind or default_kind}",
             "title": title or default_title,
             "status": status,
@@ -98,6 +114,15 @@ def from_exception(error: Exception) -> Problem:
             )
         case NotFoundError():
             return Problem(404, str(error))
+        case IdempotencyConflict():
+            return Problem(
+                409,
+                str(error),
+                kind="idempotency-conflict",
+                title="The idempotency key stands for another job",
+                job_id=str(error.id),
+                differs=list(error.differs),
+            )
         case ConflictError():
             return Problem(409, str(error))
         case UserError():

@@ -1,13 +1,37 @@
-"""Submitting: ``POST /jobs``."""
+"""Submitting: ``POST /jobs``, ``POST /jobs/batch``.
+
+The same options as everywhere (:class:`aqd.job.JobRequest`). A key's scope is the name of the API key under which
+it came, so two applications do not meet in one; without a named key it is the scope of SQL and of the client.
+"""
+
+import random
+import re
+import time
+from typing import Any, Final, NamedTuple
 
 import falcon
+import msgspec
+import psycopg
+from msgspec import Raw, Struct
 
-from aqd import job, store
-from aqd.api import documents, render
+from aqd import job, store, strict_json
+from aqd.api import documents, problems, render
 from aqd.api.endpoint import Answer, Call, Endpoint, Scope, Services
-from aqd.job import JobBody, JobRequest
+from aqd.database import Connection
+from aqd.errors import IdempotencyConflict, InputError
+from aqd.job import BatchBody, JobBody, JobRequest
+from aqd.store import EnqueuedJob
 
-KEY_HEADER = "Idempotency-Key"
+KEY_HEADER: Final = "Idempotency-Key"
+# Of a refused batch, so many faults are told: enough to see the pattern.
+MAX_TOLD: Final = 20
+# Deeper than any job may be, so that a job which is too deep is one fault of a batch and not all of it.
+_BATCH_DEPTH: Final = 3 * strict_json.MAX_DEPTH
+_CONFLICT_TRIES: Final = 8
+_QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
+
+
+# --- one ------------------------------------------------------------------------------------------
 
 
 def read_job(data: bytes, req: falcon.Request, services: Services) -> JobRequest:
@@ -20,20 +44,183 @@ def read_job(data: bytes, req: falcon.Request, services: Services) -> JobRequest
 
 
 def key_of(req: falcon.Request) -> str | None:
-    """The header ``Idempotency-Key``, with or without the quotes of its draft standard."""
+    """The header ``Idempotency-Key``: the string of its draft standard (RFC 8941), or the bare key.
+
+    WSGI joins headers that come twice by a comma, so a bare key has none.
+    """
     value = req.get_header(KEY_HEADER)
     if value is None:
         return None
-    if len(value) > 1 and value[0] == value[-1] == '"':
-        value = value[1:-1]
+    if value.startswith('"'):
+        found = _QUOTED.fullmatch(value)
+        if found is None:
+            raise InputError(KEY_HEADER, "is no quoted string, or is given twice", "once")
+        value = re.sub(r"\\(.)", r"\1", found[1])
+    elif "," in value:
+        raise InputError(KEY_HEADER, "is given twice, or holds a comma without quotes around the key", "once")
     return job.check_key(value, KEY_HEADER)
 
 
 def submit(call: Call) -> Answer:
     request: JobRequest = call.body
-    made = call.pool.write(lambda conn: store.enqueue(conn, request, scope=call.key))
+    ttl_hours = call.cfg.jobs.idempotency_ttl_hours
+    made = call.pool.write(lambda conn: store.enqueue(conn, request, scope=call.key, ttl_hours=ttl_hours))
     location = {"Location": call.url(f"/jobs/{made.id}")}
     return Answer(render.submitted(made, request), 201 if made.outcome == "created" else 200, location)
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """A batch as it was read: each job, or what is wrong with it."""
+
+    jobs: list[JobRequest | InputError]
+    atomic: bool
+
+
+class _Outer(Struct):
+    jobs: Raw = Raw(b"null")
+
+
+_OUTER: Final = msgspec.json.Decoder(_Outer)
+_JOBS: Final = msgspec.json.Decoder(list[Raw])
+
+
+def read_batch(data: bytes, req: falcon.Request, services: Services) -> Batch:
+    """The jobs of a body, each checked on its own by :func:`aqd.job.parse_request`, faults kept beside the others."""
+    if req.get_header(KEY_HEADER) is not None:
+        raise InputError(KEY_HEADER, "is for one job; in a batch each job has its own idempotency_key")
+    text = strict_json.decode(data, "")
+    if strict_json.depth_exceeds(text, _BATCH_DEPTH):
+        raise InputError("", f"is nested deeper than {strict_json.MAX_DEPTH} levels", strict_json.MAX_DEPTH)
+    try:
+        raw = bytes(_OUTER.decode(text).jobs)
+        pieces = _JOBS.decode(raw) if raw.startswith(b"[") else None
+    except msgspec.MsgspecError:
+        # No JSON at all, or no object: this says where, and why.
+        given = strict_json.parse(text, "", services.max_body, _BATCH_DEPTH)
+        raise InputError("", f"the body must be a JSON object, not {strict_json.kind_of(given)}") from None
+    # The rest of the object, strictly: a name that stands twice, or is unknown, is seen here.
+    rest = strict_json.parse(text.replace(raw.decode(), "null", 1), "", services.max_body, _BATCH_DEPTH)
+    for name in rest:
+        if name not in BatchBody.__struct_fields__:
+            known = ", ".join(BatchBody.__struct_fields__)
+            raise InputError(strict_json.path_of((None, name), ""), f"unknown field; known are {known}")
+    if pieces is None:
+        kind = strict_json.kind_of(strict_json.parse(raw.decode(), "jobs", services.max_body, _BATCH_DEPTH))
+        raise InputError("jobs", "is missing" if "jobs" not in rest else f"must be an array, not {kind}")
+    if not 1 <= len(pieces) <= job.MAX_BATCH:
+        raise InputError("jobs", f"are {len(pieces)}, not 1 to {job.MAX_BATCH}", f"1..{job.MAX_BATCH}")
+    atomic = rest.get("atomic", True)
+    if not isinstance(atomic, bool):
+        raise InputError("atomic", f"must be true or false, not {strict_json.kind_of(atomic)}")
+    most = services.cfg.jobs.max_payload_bytes
+    batch = Batch([_one(bytes(piece), most) for piece in pieces], atomic)
+    faults = [(n, each) for n, each in enumerate(batch.jobs) if isinstance(each, InputError)]
+    if atomic and faults:
+        raise _refused(faults)
+    return batch
+
+
+def _one(piece: bytes, most: int) -> JobRequest | InputError:
+    try:
+        if not piece.startswith(b"{"):
+            kind = strict_json.kind_of(strict_json.parse(piece.decode(), "", len(piece), _BATCH_DEPTH))
+            return InputError("", f"a job must be a JSON object, not {kind}")
+        return job.parse_request(piece, max_payload_bytes=most)
+    except InputError as error:
+        return error
+
+
+def submit_batch(call: Call) -> Answer:
+    batch: Batch = call.body
+    wanted = [each for each in batch.jobs if isinstance(each, JobRequest)]
+    made = iter(
+        call.pool.write(lambda conn: _store(conn, call, wanted, atomic=batch.atomic)) if wanted else []
+    )
+    results = []
+    for place, asked in enumerate(batch.jobs):
+        if isinstance(asked, InputError):
+            results.append(_result(place, asked, None))
+        else:
+            results.append(_result(place, next(made), asked))
+    tally = [each.job.outcome if each.job else "refused" for each in results]
+    return Answer(
+        documents.BatchAnswer(
+            results=results,
+            created=tally.count("created"),
+            existing=tally.count("existing"),
+            replaced=tally.count("replaced"),
+            refused=tally.count("refused"),
+        )
+    )
+
+
+def _store(
+    conn: Connection, call: Call, wanted: list[JobRequest], *, atomic: bool
+) -> list[EnqueuedJob | IdempotencyConflict]:
+    """One transaction, so of an interrupted batch nothing is stored; again after a deadlock, with nothing done."""
+    tries = 0
+    while True:
+        try:
+            with conn.transaction():
+                made = store.enqueue_many(
+                    conn, wanted, scope=call.key, ttl_hours=call.cfg.jobs.idempotency_ttl_hours
+                )
+                clashes = [(n, each) for n, each in enumerate(made) if isinstance(each, IdempotencyConflict)]
+                if atomic and clashes:
+                    raise _refused(clashes)
+                return made
+        except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
+            tries += 1
+            if tries >= _CONFLICT_TRIES or conn.closed:
+                raise
+            time.sleep(random.uniform(0.002, 0.01) * tries)
+
+
+def _refused(faults: list[tuple[int, Any]]) -> problems.Problem:
+    """The problem of a whole batch: that of its first fault, and the others listed."""
+    first, error = faults[0]
+    head = problems.from_exception(error).document
+    more = f" ({len(faults)} jobs of the batch are refused, so none is stored)" if len(faults) > 1 else ""
+    field = f"jobs[{first}]" + (f".{head['field']}" if "field" in head else "")
+    listed = [_fault(place, each) for place, each in faults[:MAX_TOLD]]
+    return problems.Problem(
+        head["status"],
+        f"jobs[{first}]{'.' if isinstance(error, InputError) and error.field else ': '}{error}{more}",
+        kind=head["type"].removeprefix("urn:aqd:"),
+        title=head["title"],
+        field=field,
+        errors=listed,
+        **{name: head[name] for name in ("bound", "job_id", "differs") if name in head},
+    )
+
+
+def _fault(place: int, error: Exception) -> documents.BatchFault:
+    told = problems.from_exception(error).document
+    members = ("field", "bound", "job_id", "differs")
+    return documents.BatchFault(
+        index=place, detail=told["detail"], **{name: told[name] for name in members if name in told}
+    )
+
+
+def _result(
+    place: int, found: EnqueuedJob | IdempotencyConflict | InputError, asked: JobRequest | None
+) -> documents.BatchResult:
+    if isinstance(found, Exception):
+        told = problems.from_exception(found).document
+        return documents.BatchResult(
+            index=place, status=told["status"], id=None, job=None, problem=documents.Problem(**told)
+        )
+    assert asked is not None
+    return documents.BatchResult(
+        index=place,
+        status=201 if found.outcome == "created" else 200,
+        id=str(found.id),
+        job=render.submitted(found, asked),
+        problem=None,
+    )
 
 
 ENDPOINTS = [
@@ -44,9 +231,25 @@ ENDPOINTS = [
         Scope.SUBMIT,
         "Submit a job",
         {201: documents.Submitted, 200: documents.Submitted},
+        description="201: stored. 200: under an idempotency key, the job that the key stands for. 409: the key stands "
+        "for another request (`job_id`, `differs`), or for any with on_conflict `reject`.",
         body=JobBody,
         read=read_job,
         headers={KEY_HEADER: "The same as the field idempotency_key."},
+        problems=(409,),
+        changes=True,
+    ),
+    Endpoint(
+        "POST",
+        "/jobs/batch",
+        submit_batch,
+        Scope.SUBMIT,
+        "Submit up to 1,000 jobs in one transaction",
+        {200: documents.BatchAnswer},
+        description="Atomic (the default): all are stored or none; `errors` lists what was wrong, at most "
+        f"{MAX_TOLD} of it. Otherwise those that can be are stored, and `results` has each one's status.",
+        body=BatchBody,
+        read=read_batch,
         problems=(409,),
         changes=True,
     ),
