@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -159,6 +159,20 @@ def load_late(registry: Registry, cfg: "Config", names: Collection[str]) -> dict
     for name in set(names) - failed.keys() - {plugin.name for plugin in registry.plugins}:
         failed[name] = "is not there any more"
     return failed
+
+
+def add_imported(registry: Registry, cfg: "Config", module: ModuleType) -> None:
+    """Register a module that is imported already, for :mod:`aqd.testing`: what is wrong with it is raised as it is."""
+    name = module.__name__.rpartition(".")[2]
+    candidate = Candidate(name, getattr(module, "__file__", None) or name)
+    handlers = Handlers(name, cfg.plugins.settings)
+    _register(registry, candidate, module, handlers)
+    handlers.close()
+    for type, (handler, function) in handlers.collected.items():
+        registry.handlers[type] = LoadedHandler(handler, function)
+    info = _describe(candidate)
+    info.handlers = sorted(handlers.collected)
+    registry.put(info)
 
 
 def probe(cfg: "Config", name: str) -> tuple[PluginInfo, list[HandlerInfo]]:
