@@ -262,8 +262,10 @@ def test_a_fault_of_ours_is_logged_and_not_told(api: Api, database_url: str) -> 
     with psycopg.connect(database_url) as conn:
         conn.execute("alter function aqd.enqueue rename to real_enqueue")
         conn.execute(
-            "create function aqd.enqueue(text, jsonb, text, integer, timestamptz, double precision, integer,"
-            " double precision) returns bigint language sql as 'select 1 / (random() * 0)::bigint /* s3cret */'"
+            "create function aqd.enqueue(type text, payload jsonb, queue text, priority integer,"
+            " run_at timestamptz, delay_s double precision, max_attempts integer, timeout_s double precision,"
+            " tags text[], meta jsonb)"
+            " returns bigint language sql as 'select 1 / (random() * 0)::bigint /* s3cret */'"
         )
     api.fault_expected = True
     problem = api.post("/jobs", README).problem(500)
