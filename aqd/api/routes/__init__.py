@@ -1,7 +1,7 @@
 """All routes, one module a concern; each module's list is called ``ENDPOINTS``."""
 
 from aqd.api.endpoint import Endpoint
-from aqd.api.routes import changes, failed, health, jobs, submit
+from aqd.api.routes import changes, contract, failed, health, jobs, submit
 
 ENDPOINTS: list[Endpoint] = [
     *submit.ENDPOINTS,
@@ -9,4 +9,5 @@ ENDPOINTS: list[Endpoint] = [
     *changes.ENDPOINTS,
     *failed.ENDPOINTS,
     *health.ENDPOINTS,
+    *contract.ENDPOINTS,
 ]
