@@ -47,11 +47,17 @@ class ClaimedJob(NamedTuple):
     run_at_us: int
     tags: str | None = None
     meta: str | None = None
+    claimed_at_us: int = 0
+
+    @property
+    def waited_s(self) -> float:
+        """How long it was due before it was claimed, by the database's clock."""
+        return max(self.claimed_at_us - max(self.run_at_us, self.created_at_us), 0) / 1e6
 
 
-# The columns behind those of ClaimedJob: the database's clock, and what the claim cost there. The time on
+# The last column of ClaimedJob is the database's clock; behind it stands what the claim cost there. The time on
 # our side would count the network and our own scheduler, and put sweeps off for them.
-_NOW_US: Final = len(ClaimedJob._fields)
+_NOW_US: Final = len(ClaimedJob._fields) - 1
 _WALK_US: Final = _NOW_US + 1
 _ROOM: Final = _NOW_US + 2
 
@@ -256,7 +262,7 @@ class ClaimBook:
             limit = room
         if rows[0][0] is None:
             rows.clear()
-        jobs = [ClaimedJob._make(row[:_NOW_US]) for row in rows]
+        jobs = [ClaimedJob._make(row[: _NOW_US + 1]) for row in rows]
         places: dict[tuple[str, int], int] = {key: place for place, key in enumerate(plan.lanes)}
         jobs.sort(key=lambda job: (places[job.queue, job.priority], job.run_at_us, job.id))
         if self._lanes.took(plan, _taken(jobs), limit, self._now_us):

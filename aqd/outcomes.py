@@ -10,7 +10,7 @@ from aqd.links import Held, Link
 from aqd.output import text
 from aqd.page import StopReason
 from aqd.process import ExitStatus
-from aqd.recorder import Completed, Failed, Released
+from aqd.recorder import About, Completed, Failed, Released
 
 Work = Completed | Failed | Released
 
@@ -45,7 +45,16 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
         "output": text(message.output) if message.output else None,
     }
     if isinstance(message, messages.Done):
-        return Completed(key, held.id, held.token, held.attempt, message.result or None, ended_ns, **figures)
+        return Completed(
+            key,
+            held.id,
+            held.token,
+            held.attempt,
+            message.result or None,
+            ended_ns,
+            about=_about(held),
+            **figures,
+        )
     if message.kind in ("interrupted", "unstarted"):
         why = message.error or "the lease was not certain any more"
         begun = message.kind == "interrupted"
@@ -58,6 +67,7 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
             ended_ns,
             message.reason,
             message.traceback or None,
+            about=_about(held),
             **(figures if begun else {}),
         )
     return Failed(
@@ -72,6 +82,7 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
         ended_ns=ended_ns,
         retry_after_s=message.retry_after_s if message.retry_after_s >= 0 else None,
         reason=message.reason,
+        about=_about(held),
         **figures,
     )
 
@@ -110,7 +121,7 @@ def from_exit(
         "signal": exited.signal,
     }
     if kind == "interrupted":
-        return Released(key, held.id, held.token, True, error, now_ns, reason, **figures)
+        return Released(key, held.id, held.token, True, error, now_ns, reason, about=_about(held), **figures)
     return Failed(
         key,
         held.id,
@@ -123,6 +134,7 @@ def from_exit(
         ended_ns=now_ns,
         exit_code=exited.code,
         reason=reason,
+        about=_about(held),
         **figures,
     )
 
@@ -134,6 +146,11 @@ def _unasked(exited: messages.Exited, how: ExitStatus) -> tuple[str, str]:
     if exited.oom:
         return "oom", f"worker killed by {how}, while the kernel's OOM killer was at work"
     return "signal", f"worker killed by {how}"
+
+
+def _about(held: Held) -> About | None:
+    """What the figures count it under, if this dispatcher has claimed the job itself."""
+    return None if held.job is None else About(held.job.queue, held.job.type, held.job.waited_s)
 
 
 def _known(held: Held) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import psycopg
 
@@ -25,10 +25,12 @@ from aqd import log, retry, store
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
+from aqd.figures import OTHER, Attempt, Figures
 from aqd.hookspecs import HandlerInfo
 from aqd.process import boottime_ns
 from aqd.sessions import PAUSE_MAX_S, Session
 from aqd.store import Completion, Failure, JobFacts, Lease, Progress, Release
+from aqd.store.figures import job_labels
 
 logger = log.get_logger("recorder")
 
@@ -43,9 +45,17 @@ Pair = tuple[int, int]  # (job id, lease token)
 Key = tuple[int, int]  # (incarnation, number); incarnation 0: not from a worker
 
 
+class About(NamedTuple):
+    """What an attempt is counted under; ``waited_s``: for how long it was due before it was claimed."""
+
+    queue: str
+    type: str
+    waited_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Entry ``key`` returned. ``ended_ns``: boot time."""
+    """Entry ``key`` returned. ``ended_ns``: boot time. ``about`` is None if the job came from a predecessor."""
 
     key: Key
     id: int
@@ -57,6 +67,7 @@ class Completed:
     cpu_s: float
     peak_kb: int
     output: str | None = None
+    about: About | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ class Failed:
     crashes: int | None = None
     reason: str = ""
     output: str | None = None
+    about: About | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,7 @@ class Released:
     cpu_s: float | None = None
     peak_kb: int | None = None
     signal: int | None = None
+    about: About | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +191,7 @@ class Recorder(threading.Thread):
         self.config = config
         self.node_id = node_id
         self.handlers: dict[str, HandlerInfo] = {}
+        self.figures = Figures()
         # Leases run out meanwhile: no pause may cost more of them than a renewal that failed.
         pause_max_s = min(PAUSE_MAX_S, config.daemon.renew_s / 2)
         self.session = Session(config.database, "recorder", self._on_connect, pause_max_s)
@@ -278,7 +292,9 @@ class Recorder(threading.Thread):
             )
             for i in items
         ]
+        labels = self._labels(items)
         done = self.session.run(store.record_completed, rows)
+        self._count(items, dict.fromkeys(done, "COMPLETED"), labels)
         self._after(items, done, "completed")
 
     def _record_failed(self, items: Sequence[Failed]) -> None:
@@ -308,6 +324,7 @@ class Recorder(threading.Thread):
                     final_error=final_error,
                 )
             )
+        labels = self._labels(items)
         done = self.session.run(store.record_failed, rows)
         for item, row in zip(items, rows, strict=True):
             if (state := done.get(item.id)) is not None:
@@ -323,6 +340,8 @@ class Recorder(threading.Thread):
                     fate="retried" if retried else state or None,
                     retry_in_s=round(row.retry_in_s, 2) if retried and row.retry_in_s is not None else None,
                 )
+        fates = {row.id: "QUEUED" if row.retry_in_s is not None else "FAILED" for row in rows}
+        self._count(items, {id: state or fates[id] for id, state in done.items()}, labels)
         self._after(items, done, None)
 
     def _decide(self, item: Failed, facts: JobFacts | None) -> tuple[float | None, str | None]:
@@ -369,6 +388,8 @@ class Recorder(threading.Thread):
                 logger.info("job cancelled", job_id=str(item.id))
             elif item.interrupted and state is not None:
                 logger.info("attempt interrupted, given back", job_id=str(item.id), reason=item.reason)
+        begun = [i for i in items if i.interrupted]
+        self._count(begun, done, self._labels(begun))
         self._after(items, done, None)
 
     def _renew(self, work: Renewal) -> None:
@@ -413,6 +434,31 @@ class Recorder(threading.Thread):
                 counts["lost"] = counts.get("lost", 0) + 1
                 logger.warning("lease lost, outcome dropped", job_id=str(item.id))
         self._settle([i.key for i in items], counts)
+
+    def _labels(self, items: Sequence[Completed | Failed | Released]) -> dict[int, About]:
+        """What to count jobs under that a predecessor has claimed; what cannot be told is OTHER."""
+        unknown = [item.id for item in items if item.about is None]
+        if not unknown:
+            return {}
+        return {row[0]: About(*row[1:]) for row in self.session.run(job_labels, unknown)}
+
+    def _count(
+        self, items: Sequence[Completed | Failed | Released], states: dict[int, str], labels: dict[int, About]
+    ) -> None:
+        """Count what was recorded; ``states`` are those of the jobs afterwards."""
+        attempts = []
+        for item in items:
+            if (state := states.get(item.id)) is None:
+                continue
+            about = item.about or labels.get(item.id) or About(OTHER, OTHER, 0.0)
+            if isinstance(item, Completed):
+                outcome, reason = "completed", ""
+            else:
+                reason = item.reason if isinstance(item, Failed) else item.reason_code
+                again = "interrupted" if isinstance(item, Released) else "retried"
+                outcome = {"FAILED": "failed", "CANCELLED": "cancelled"}.get(state, again)
+            attempts.append(Attempt(about.queue, about.type, outcome, reason, item.wall_s, about.waited_s))
+        self.figures.attempts(attempts)
 
     def _settle(self, keys: list[Key], counts: dict[str, int]) -> None:
         self._tell(Settled(keys, counts))

@@ -67,6 +67,8 @@ class Session:
         self._lock = threading.Lock()
         self._deadline = self._since = 0.0
         self._cut = False
+        # Told how long a statement took that succeeded: (the function's name, seconds).
+        self.timed: Callable[[str, float], None] = lambda _name, _seconds: None
         self._log = log.get_logger(name)
         self._suppressor = log.Suppressor(LOG_EVERY_S)
 
@@ -91,6 +93,7 @@ class Session:
         except BaseException:
             self._end()
             raise
+        self.timed(getattr(work, "__name__", ""), boottime() - self._since)
         self._end()
         self.error = ""
         if self._failures and boottime() >= self._up_since + RELAPSE_S:

@@ -8,7 +8,7 @@ from aqd.hookspecs import HandlerInfo
 
 
 class NodeState(NamedTuple):
-    """What a node says about itself."""
+    """What a node says about itself. ``info`` is JSON text, see :class:`aqd.store.figures.NodeInfo`."""
 
     node_id: str
     name: str
@@ -18,6 +18,7 @@ class NodeState(NamedTuple):
     slots: int
     types: Collection[str]
     state: str
+    info: str | None = None
 
 
 def node_seen(conn: Connection, node: NodeState) -> None:

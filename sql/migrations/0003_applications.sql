@@ -380,6 +380,8 @@ $$;
 -- A page of FAILED jobs, newest first, and jobs by their tag. Jobs without tags are not in the second one.
 create index jobs_failed on aqd.jobs (id) where state = 'FAILED';
 create index jobs_tags on aqd.jobs using gin (tags) where tags is not null;
+-- Open records, newest first, however many settled ones lie between.
+create index failed_jobs_open_id on aqd.failed_jobs (id) where resolved_at is null;
 
 -- On the parent only, so that no partition is locked; the days to come have it by LIKE. Days that hold no rows get it
 -- here. Those that do are not made to wait for it: their jobs have no tags but for the rest of today, which is read
@@ -408,12 +410,12 @@ $$;
 -- What errors of one kind have in common: the first line, numbers as "#", at most 200 characters.
 create function aqd.error_line(error text) returns text
 language sql immutable parallel safe as $$
-    select left(regexp_replace(
-        rtrim(split_part(ltrim(left(coalesce(error, ''), 1000), E' \t\r\n'), E'\n', 1), E' \t\r'),
-        '\m(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})\M|[0-9]+', '#', 'gi'), 200)
+    select rtrim(left(regexp_replace(
+        split_part(ltrim(left(coalesce(error, ''), 1000), E' \t\r\n'), E'\n', 1),
+        '\m(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})\M|[0-9]+', '#', 'gi'), 200), E' \t\r')
 $$;
 
--- The same as 16 digits, by which to ask for them.
+-- The same as 16 digits, by which to ask for them; of the line as of the whole error.
 create function aqd.error_hash(error text) returns text
 language sql immutable parallel safe as $$
     select left(encode(sha256(convert_to(aqd.error_line(error), 'UTF8')), 'hex'), 16)
@@ -471,6 +473,29 @@ alter table aqd.failed_jobs
 -- Deleting a job takes its records with it, also the resolved ones, which failed_jobs_open does not hold. Only
 -- failures write here: 3 µs each.
 create index failed_jobs_job_id on aqd.failed_jobs (job_id);
+
+-- Deletes those of the jobs that are QUEUED or FAILED, with their attempts and records, and returns their ids. Each
+-- statement of a volatile function has a snapshot of its own. That matters: a job that was QUEUED when one
+-- statement for all of it began may be FAILED once it is locked, and its record was not there when it began: it would
+-- stay open for ever. Whoever waits for one of the jobs is told. Planned with its values, since the
+-- table may have been empty when it was called before.
+create function aqd.delete_jobs(ids bigint[]) returns setof bigint
+language plpgsql set plan_cache_mode = force_custom_plan as $$
+declare
+    held constant bigint[] := array(
+        select l.id
+        from (select u.id from unnest(delete_jobs.ids) as u(id) order by u.id) as i
+        cross join lateral (
+            select j.id from aqd.jobs j where j.id = i.id and j.state in ('QUEUED', 'FAILED') for update
+        ) as l);
+begin
+    delete from aqd.jobs j where j.id = any(held);
+    delete from aqd.job_attempts a where a.job_id = any(held);
+    delete from aqd.failed_jobs f where f.job_id = any(held);
+    perform aqd.tell_ended(held);
+    return query select h.id from unnest(held) as h(id);
+end
+$$;
 
 -- --- figures
 

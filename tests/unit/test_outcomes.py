@@ -12,7 +12,7 @@ from aqd.claims import ClaimedJob
 from aqd.links import OUTSTANDING_MAX, Held, Link
 from aqd.page import ENTRIES, Page, StopReason
 from aqd.process import boottime_ns
-from aqd.recorder import Completed, Failed, Released
+from aqd.recorder import About, Completed, Failed, Released
 from aqd.store import Lease
 
 SECOND = 1_000_000_000
@@ -51,7 +51,8 @@ def on_its_first(link: Link) -> Held:
 
 def test_a_returned_job_is_completed(link: Link) -> None:
     work = outcomes.from_message(link, held(1), messages.Done(0, 5, 7, 2_000, 300, '{"a":1}'))
-    assert work == Completed((7, 0), 1, 99, 2, '{"a":1}', 12, 7e-9, 0.002, 300)
+    about = About("default", "noop", 0.0)
+    assert work == Completed((7, 0), 1, 99, 2, '{"a":1}', 12, 7e-9, 0.002, 300, about=about)
 
 
 def test_no_result_is_null(link: Link) -> None:
