@@ -5,7 +5,7 @@ This module is small because it comes first: until ``main`` has run, PID 1 of a 
 and a stop that comes while modules are being imported would be lost (16 times of 16 in a trial).
 
 The commands: :mod:`aqd.cli.command` (the command line and its errors), ``daemon``, ``api_key``, ``inspection``,
-``jobs``, ``db``; ``output`` prints.
+``submit``, ``jobs``, ``db``; ``output`` prints.
 """
 
 import os

@@ -39,7 +39,7 @@ class _Commands(click.Group):
         "health": "inspection",
         "db": "db",
         "demo": "db",
-        "submit": "jobs",
+        "submit": "submit",
         "jobs": "jobs",
         "failed": "jobs",
     }
