@@ -477,10 +477,10 @@ create index failed_jobs_job_id on aqd.failed_jobs (job_id);
 -- Deletes those of the jobs that are QUEUED or FAILED, with their attempts and records, and returns their ids. Each
 -- statement of a volatile function has a snapshot of its own. That matters: a job that was QUEUED when one
 -- statement for all of it began may be FAILED once it is locked, and its record was not there when it began: it would
--- stay open for ever. Whoever waits for one of the jobs is told. Planned with its values, since the
--- table may have been empty when it was called before.
+-- stay open for ever. Whoever waits for one of the jobs is told. Without enable_seqscan = off 500 ids out of 100,000
+-- are looked for by reading them all (30 ms instead of 2).
 create function aqd.delete_jobs(ids bigint[]) returns setof bigint
-language plpgsql set plan_cache_mode = force_custom_plan as $$
+language plpgsql set enable_seqscan = off set jit = off as $$
 declare
     held constant bigint[] := array(
         select l.id
