@@ -16,8 +16,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 import falcon
 import msgspec
@@ -27,7 +27,7 @@ from aqd import store, waiting
 from aqd.api.pool import CONNECT_TIMEOUT_S
 from aqd.config import Config
 from aqd.database import Connection
-from aqd.errors import WorldError
+from aqd.errors import DatabaseUnavailable, WorldError
 from aqd.log import get_logger
 from aqd.process import boottime
 from aqd.sessions import Session
@@ -38,6 +38,9 @@ IDLE_S: Final = 60.0
 _CHECK_S: Final = 1.0
 _REFUSED_PAUSE_S: Final = 1.0
 _JOIN_S: Final = 1.0
+_AWAY_PAUSE_S: Final = 0.2
+
+T = TypeVar("T")
 
 log = get_logger("waiters")
 
@@ -117,6 +120,17 @@ class Waiters:
             if not self.stopping:
                 place._woken.clear()
             os.eventfd_write(self._wake_fd, 1)
+
+    def patiently(self, read: Callable[[], T], until: float) -> T:
+        """``read()``, tried again until then while the database is away: our connection may be back a little sooner
+        than the pool is sure that it is."""
+        while True:
+            try:
+                return read()
+            except DatabaseUnavailable:
+                if self.stopping or time.monotonic() >= until:
+                    raise
+                time.sleep(_AWAY_PAUSE_S)
 
     def drain(self) -> None:
         """The process stops: whoever waits is answered now, and nobody waits any more."""
