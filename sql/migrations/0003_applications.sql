@@ -304,7 +304,7 @@ begin
                     || case when made.outcome = 'conflict'
                             then ', which was asked for with another ' || array_to_string(made.differs, ', ')
                             else '' end,
-                detail = array_to_string(made.differs, ', '),
+                detail = coalesce(array_to_string(made.differs, ', '), ''),
                 column = 'idempotency_key';
         end if;
         return made.id;
