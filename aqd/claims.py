@@ -281,10 +281,10 @@ class ClaimBook:
         self._lanes.swept(cost_s)
         self._lanes.looked(cost_s, now)
         return self._lanes.observe(
-            [LaneKey(queue, priority) for queue, priority, paused, _, _ in rows if queue and not paused],
-            [LaneKey(queue, priority) for queue, priority, paused, _, _ in rows if queue and paused],
+            [LaneKey(queue, priority) for queue, priority, *_ in rows if priority is not None],
             now,
-            [queue for queue, _, _, limited, _ in rows if limited],
+            paused={queue for queue, priority, paused, _, _ in rows if priority is None and paused},
+            limited={queue for queue, priority, _, limited, _ in rows if priority is None and limited},
         )
 
 

@@ -107,28 +107,29 @@ class Lanes:
     def observe(
         self,
         found: Iterable[LaneKey],
-        paused: Iterable[LaneKey],
         now: float,
+        paused: Collection[str] = (),
         limited: Collection[str] = (),
     ) -> list[LaneKey]:
         """Take over what a discovery saw; returns the lanes that are new.
 
-        Lanes that were not seen are empty: they are kept for a while. Paused ones are dropped. ``limited``: the
-        queues among them that have a limit.
+        Lanes that were not seen are empty: they are kept for a while. ``paused``: queues whose lanes are dropped;
+        ``limited``: queues that have a limit.
         """
         self._limited = frozenset(limited)
         fresh = []
         for key in found:
+            if key.queue in paused:
+                continue
             lane = self._lanes.get(key)
             if lane is None:
                 self._lanes[key] = _Lane(key, now)
                 fresh.append(key)
             else:
                 lane.seen_at = now
-        for key in paused:
-            self._lanes.pop(key, None)
-        for key in [key for key, lane in self._lanes.items() if now - lane.seen_at > KEEP_LANE_S]:
-            del self._lanes[key]
+        for key, lane in list(self._lanes.items()):
+            if key.queue in paused or now - lane.seen_at > KEEP_LANE_S:
+                del self._lanes[key]
         self._regroup()
         return fresh
 

@@ -71,26 +71,32 @@ from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as 
 left join claimed c on true
 
 -- name: list_lanes :many
--- The lanes with QUEUED jobs, and whether their queue is paused (the claimer forgets paused lanes but
--- keeps empty ones for a while) and has a limit. An empty array of queues means all. Always at least one row, the last of
--- which says what the look has cost the server.
--- Index: jobs_ready, one probe a lane; queues' primary key.
-select l.queue, l.priority, coalesce(q.paused, false), q.max_running is not null,
-       date_part('epoch', clock_timestamp() - statement_timestamp())
-from (select true) as always
-left join aqd.ready_lanes(:max_lanes::integer) as l
-    on cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
-left join aqd.queues q on q.queue = l.queue
+-- The lanes with QUEUED jobs; and, without a priority, the queues that are paused or have a limit, whether or not
+-- they have jobs now: a claimer that knows a lane goes on looking into it. An empty array of queues means all. Always
+-- at least one row, the last of which says what the look has cost the server.
+-- Index: jobs_ready, one probe a lane; a handful of queues.
+select l.queue, l.priority, false as paused, false as limited, null::double precision as cost_s
+from aqd.ready_lanes(:max_lanes::integer) as l
+where cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
+union all
+select q.queue, null, q.paused, q.max_running is not null, null
+from aqd.queues q
+where q.paused or q.max_running is not null
+union all
+select null, null, false, false, date_part('epoch', clock_timestamp() - statement_timestamp())
 
 -- name: list_lanes_distinct :many
 -- The same for thousands of lanes, where one pass over the index is cheaper than a probe for each.
 -- Index: jobs_ready, the whole of it.
-select l.queue, l.priority, coalesce(q.paused, false), q.max_running is not null,
-       date_part('epoch', clock_timestamp() - statement_timestamp())
-from (select true) as always
-left join (select distinct j.queue, j.priority from aqd.jobs j where j.state = 'QUEUED') as l
-    on cardinality(:queues::text[]) = 0 or l.queue = any(:queues::text[])
-left join aqd.queues q on q.queue = l.queue
+(select distinct j.queue, j.priority, false as paused, false as limited, null::double precision as cost_s
+ from aqd.jobs j
+ where j.state = 'QUEUED' and (cardinality(:queues::text[]) = 0 or j.queue = any(:queues::text[])))
+union all
+select q.queue, null, q.paused, q.max_running is not null, null
+from aqd.queues q
+where q.paused or q.max_running is not null
+union all
+select null, null, false, false, date_part('epoch', clock_timestamp() - statement_timestamp())
 
 -- name: lane_heads :many
 -- For how many seconds the first job of each of these lanes has been due; only lanes that have a due one. One more

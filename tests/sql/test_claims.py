@@ -294,20 +294,35 @@ def test_list_lanes(conn: database.Connection, queue: Queue) -> None:
     queue.fill(3, queue="done", state="'FAILED'")
     queue.conn.execute(
         "insert into aqd.queues (queue, paused, max_running) "
-        "values ('b', true, null), ('c:1', false, null), ('a', false, 3)"
+        "values ('b', true, null), ('c:1', false, null), ('a', false, 3), ('empty', true, 4)"
     )
+    settings = {("b", None, True, False), ("a", None, False, True), ("empty", None, True, True)}
     for statement, more in (("list_lanes", {"max_lanes": 100}), ("list_lanes_distinct", {})):
-        rows = database.run(conn, statement, queues="{}", **more)
-        assert {(name, priority) for name, priority, *_ in rows} == expected
-        assert len(rows) == len(expected)
-        assert {name for name, _, paused, *_ in rows if paused} == {"b"}
-        assert {name for name, _, _, limited, _ in rows if limited} == {"a"}
-        rows = database.run(conn, statement, queues="{a,nothing}", **more)
-        assert {name for name, *_ in rows} == {"a"}
-        assert 0 < rows[-1][4] < 5, "what it cost the server, in seconds"
-        (nothing,) = database.run(conn, statement, queues="{nothing}", **more)
-        assert nothing[0] is None
-    assert len(database.run(conn, "list_lanes", queues="{}", max_lanes=5)) == 5
+        *rows, last = database.run(conn, statement, queues="{}", **more)
+        assert {row[:2] for row in rows if row[1] is not None} == expected
+        assert {row[:4] for row in rows if row[1] is None} == settings
+        assert len(rows) == len(expected) + len(settings)
+        assert 0 < last[4] < 5, "what it cost the server, in seconds"
+        *rows, _ = database.run(conn, statement, queues="{a,nothing}", **more)
+        assert {row[0] for row in rows if row[1] is not None} == {"a"}
+        *rows, last = database.run(conn, statement, queues="{nothing}", **more)
+        assert {row[:4] for row in rows} == settings
+        assert last[0] is None
+    limited = database.run(conn, "list_lanes", queues="{}", max_lanes=5)
+    assert len([row for row in limited if row[1] is not None]) == 5
+
+
+def test_an_empty_queue_that_is_paused_is_left_alone(conn: database.Connection, queue: Queue) -> None:
+    """Its lane is known from before; the job comes after the pause was seen."""
+    queue.add(queue="q")
+    mine = book(sweep_s=0)
+    assert len(mine.claim(conn, 1)) == 1
+    queue.conn.execute("insert into aqd.queues (queue, paused) values ('q', true)")
+    assert mine.claim(conn, 1) == []
+    queue.add(queue="q")
+    assert mine.claim(conn, 1) == []
+    queue.conn.execute("update aqd.queues set paused = false")
+    wait_until(lambda: mine.claim(conn, 1))
 
 
 def test_thousands_of_lanes(conn: database.Connection, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class Claiming(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.lanes.observe(KEYS, [], self.now)
+        self.lanes.observe(KEYS, self.now)
 
     @rule(step_us=st.integers(1, 3 * SECOND_US))
     def time_passes(self, step_us: int) -> None:
@@ -175,7 +175,7 @@ class Claiming(RuleBasedStateMachine):
         """Nothing is lost for good: new floors, an endless limit, and every due visible row comes."""
         copy = Table([Row(**vars(row)) for row in self.table.rows])
         fresh = Lanes(SLACK_US / SECOND_US, 1.5)
-        fresh.observe(KEYS, [], self.now)
+        fresh.observe(KEYS, self.now)
         claim(fresh, copy, 10_000, self.now_us)
         assert not [
             row
@@ -204,7 +204,7 @@ TestClaiming = Claiming.TestCase
 
 def made(*keys: LaneKey) -> Lanes:
     lanes = Lanes(0.1, 1.5)
-    lanes.observe(keys, [], 0.0)
+    lanes.observe(keys, 0.0)
     return lanes
 
 
@@ -260,11 +260,12 @@ def test_busy_urgent_lane_does_not_make_sweeps_rare() -> None:
 
 def test_empty_lanes_are_kept_for_a_while_and_paused_ones_are_not() -> None:
     lanes = made(A, B)
-    assert lanes.observe([A], [], KEEP_LANE_S - 1) == []
+    assert lanes.observe([A], KEEP_LANE_S - 1) == []
     assert set(lanes.keys()) == {A, B}
-    lanes.observe([A], [], KEEP_LANE_S + 1)
+    lanes.observe([A], KEEP_LANE_S + 1)
     assert lanes.keys() == [A]
-    lanes.observe([], [A], KEEP_LANE_S + 2)
+    assert lanes.observe([A, B], KEEP_LANE_S + 2, paused={"a"}) == [B]
+    lanes.observe([], KEEP_LANE_S + 2, paused={"b"})
     assert lanes.keys() == []
     assert lanes.plans() == []
 
