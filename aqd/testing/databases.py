@@ -11,7 +11,7 @@ Runs in test processes. Where the server comes from:
 
 Promises: a test's database is its own and holds the schema of this aqd; a copy of a migrated template takes 40 ms.
 
-Fails with :class:`aqd.errors.ConfigError` or :class:`aqd.errors.WorldError`, which say what to set or install.
+Fails with :class:`aqd.errors.WorldError`, which says what to set or install.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from aqd import database, migrate
 from aqd.config import Database
 from aqd.database import Connection
 from aqd.embedded import DATABASE, EmbeddedPostgres
-from aqd.errors import WorldError
+from aqd.errors import ConfigError, WorldError
 
 _PREFIX: Final = "aqd-testing-"
 # A folder younger than this may belong to somebody who has not locked it yet.
@@ -116,7 +116,7 @@ def open_server(environ: Mapping[str, str] = os.environ) -> Iterator[Server]:
     try:
         try:
             own.start()
-        except WorldError as error:
+        except (ConfigError, WorldError) as error:
             raise WorldError(f"no database for the tests: set AQD_TEST_DATABASE_URL, or: {error}") from error
         assert own.binaries is not None
         # Peer authentication knows this user as the administrator, too.
