@@ -265,7 +265,7 @@ def validate(
         raise InputError("delay_s", "give either run_at or delay_s, not both")
     conflict = OnConflict.RETURN if on_conflict is None else _on_conflict(on_conflict)
     if conflict is not OnConflict.RETURN and idempotency_key is None:
-        raise InputError("on_conflict", "needs an idempotency_key")
+        raise InputError("on_conflict", "must not be given without an idempotency_key")
     return JobRequest(
         type=type,
         payload=payload_json,

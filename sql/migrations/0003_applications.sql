@@ -269,7 +269,7 @@ begin
         reason := 'must be return, replace or reject';
     elsif enqueue.on_conflict <> 'return' and enqueue.idempotency_key is null then
         field := 'on_conflict';
-        reason := 'needs an idempotency_key';
+        reason := 'must not be given without an idempotency_key';
     elsif enqueue.idempotency_ttl_hours is null or enqueue.idempotency_ttl_hours not between 0.01 and 87600 then
         field := 'idempotency_ttl_hours';
         reason := 'must be between 0.01 and 87600';

@@ -87,6 +87,24 @@ REFUSED = [
     ("timeout_s", "'t', timeout_s => 0"),
     ("timeout_s", "'t', timeout_s => 'NaN'"),
     ("timeout_s", "'t', timeout_s => 2592001"),
+    ("tags", "'t', tags => '{a,b,a}'"),
+    ("tags", "'t', tags => '{\"with space\"}'"),
+    ("tags", "'t', tags => '{\"\"}'"),
+    ("tags", "'t', tags => '{NULL}'"),
+    ("tags", "'t', tags => '{{a,b}}'"),
+    ("tags", "'t', tags => array[repeat('x', 129)]"),
+    ("tags", "'t', tags => (select array_agg('t' || n) from generate_series(1, 33) n)"),
+    ("meta", "'t', meta => 'null'"),
+    ("meta", "'t', meta => '[]'"),
+    ("meta", "'t', meta => '1'"),
+    ("meta", "'t', meta => jsonb_build_object('a', repeat('x', 65536))"),
+    ("idempotency_key", "'t', idempotency_key => ''"),
+    ("idempotency_key", "'t', idempotency_key => repeat('x', 256)"),
+    ("on_conflict", "'t', idempotency_key => 'k', on_conflict => 'ignore'"),
+    ("on_conflict", "'t', idempotency_key => 'k', on_conflict => null"),
+    ("on_conflict", "'t', on_conflict => 'replace'"),
+    ("key_scope", "'t', key_scope => null"),
+    ("key_scope", "'t', key_scope => repeat('x', 129)"),
 ]
 
 
@@ -108,6 +126,9 @@ def test_bounds_are_those_of_the_api(queue: Queue) -> None:
         {"run_at": job.MIN_RUN_AT},
         {"run_at": job.MAX_RUN_AT},
         {"queue": "q" * job.MAX_NAME_CHARS},
+        {"tags": [f"{n:0128}" for n in range(job.MAX_TAGS)]},
+        {"meta": {"a": "x" * (job.MAX_META_BYTES - 10)}},
+        {"idempotency_key": "k" * job.MAX_KEY_CHARS},
     ):
         store.enqueue(queue.conn, validate("t" * job.MAX_NAME_CHARS, {}, **options))
 
@@ -121,6 +142,21 @@ def test_answer_is_what_was_stored(queue: Queue) -> None:
         assert made.created_at.tzinfo is UTC
     moment = datetime.now(UTC) + timedelta(days=1)
     assert store.enqueue(queue.conn, validate("noop", run_at=moment)).run_at == moment
+
+
+def test_tags_and_meta(queue: Queue) -> None:
+    id = queue.value("select aqd.enqueue('t', tags => '{b,a:1}', meta => '{\"k\": [1, \"ü\"]}')")
+    row = store.get_job(queue.conn, id)
+    assert row is not None
+    assert (row.tags, json.loads(row.meta or "")) == (["b", "a:1"], {"k": [1, "ü"]})
+    for nothing in ("tags => '{}', meta => '{}'", "tags => null, meta => null"):
+        row = store.get_job(queue.conn, queue.value(f"select aqd.enqueue('t', {nothing})"))
+        assert row is not None
+        assert (row.tags, row.meta) == (None, None)
+    made = store.enqueue(queue.conn, validate("t", tags=("x", "y.z"), meta={"a": {"b": None}}))
+    row = store.get_job(queue.conn, made.id)
+    assert row is not None
+    assert (row.tags, json.loads(row.meta or "")) == (["x", "y.z"], {"a": {"b": None}})
 
 
 def test_payload_survives(queue: Queue) -> None:
