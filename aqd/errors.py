@@ -60,6 +60,10 @@ class InputError(UserError):
         self.bound = bound
 
 
+class TooBroad(UserError):
+    """More would have to be looked at than a request may cost; the message says how to ask for less."""
+
+
 class NotFoundError(UserError):
     """There is no job (queue, schedule, …) of that id."""
 

@@ -24,43 +24,6 @@ where h.id = :id::bigint
   and h.finished_at > coalesce(now() - :within_s::double precision * interval '1 second', '-infinity')
 limit 1
 
--- name: list_jobs :many fresh
--- Newest first by id, over live jobs and history. Filters that are null vanish, because the statement
--- is planned with its values (fresh). Without payload, result and output: a page of large ones would fill
--- the reader's memory. For a queue history has no index: bounded by time.
--- Index: primary keys, merged in id order; job_history_type_id where a type is given.
-select a.id, a.state, a.type, a.queue, a.priority, null::text as payload, null::text as result, a.attempt,
-       a.max_attempts, a.timeout_s, a.run_at, a.created_at, a.claimed_at, a.finished_at,
-       a.last_error, a.node_id, a.crashes, a.interruptions, a.retries, a.wall_s, a.cpu_s, a.peak_kb,
-       a.cancel_requested_at, a.progress_percent, a.progress_message, null::text as output,
-       a.tags, a.meta::text
-from aqd.all_jobs a
-where (:before::bigint is null or a.id < :before::bigint)
-  and (:state::text is null or a.state = :state::text)
-  and (:type::text is null or a.type = :type::text)
-  and (:queue::text is null or a.queue = :queue::text)
-  and (:within_s::double precision is null or a.finished_at is null
-       or a.finished_at > now() - :within_s::double precision * interval '1 second')
-order by a.id desc
-limit :limit::bigint
-
--- name: list_jobs_live :many fresh
--- The same for states that only live jobs have, so that no partition is opened.
--- Index: primary key.
-select j.id, j.state, j.type, j.queue, j.priority, null::text as payload, null::text as result, j.attempt,
-       j.max_attempts, j.timeout_s, j.run_at, j.created_at, j.claimed_at, null::timestamptz as finished_at,
-       j.last_error, j.node_id, j.crashes, j.interruptions, j.retries,
-       null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
-       j.cancel_requested_at, j.progress_percent, j.progress_message, null::text as output,
-       j.tags, j.meta::text
-from aqd.jobs j
-where (:before::bigint is null or j.id < :before::bigint)
-  and j.state = :state::text
-  and (:type::text is null or j.type = :type::text)
-  and (:queue::text is null or j.queue = :queue::text)
-order by j.id desc
-limit :limit::bigint
-
 -- name: retry_job :one
 -- FAILED to QUEUED as if new: attempt, error and counters start again; attempts and the failure's record
 -- stay. One of many simultaneous callers changes the row, the others find it QUEUED.
@@ -85,25 +48,14 @@ select c.id, c.state, c.run_at, c.created_at, c.queue, 'created' from changed c 
 -- Index: primary key; for finished jobs the primary key of each partition.
 select aqd.cancel(:id::bigint)
 
--- name: list_failed :many fresh
--- Dead-letter records, newest first; by default the open ones.
--- Index: primary key of failed_jobs; primary key of jobs.
-select f.id, f.job_id, f.type, f.queue, f.kind, f.error, f.traceback, f.attempts, f.failures, f.failed_at,
-       f.retried_at, f.resolved_at, f.resolution, j.state, f.reason
-from aqd.failed_jobs f
-left join aqd.jobs j on j.id = f.job_id
-where (:before::bigint is null or f.id < :before::bigint)
-  and (:resolved::boolean or f.resolved_at is null)
-order by f.id desc
-limit :limit::bigint
-
 -- name: get_attempts :many
--- Attempts that did not complete, oldest first.
+-- Attempts that did not complete, oldest first; of very many the last hundred, which may have 14 MB of texts.
 -- Index: job_attempts' primary key.
 select a.attempt, a.kind, a.error, a.traceback, a.signal, a.exit_code, a.started_at, a.finished_at,
        a.wall_s, a.cpu_s, a.peak_kb, a.node_id, a.output, a.reason
-from aqd.job_attempts a
-where a.job_id = :job_id::bigint
+from (
+    select r.* from aqd.job_attempts r where r.job_id = :job_id::bigint order by r.id desc limit 100
+) a
 order by a.id
 
 -- name: count_live_nodes :one

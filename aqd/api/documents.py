@@ -6,7 +6,7 @@ Pure. Names are those of :class:`aqd.job.JobRequest` and of DESIGN's words; ids 
 
 from typing import Annotated
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from aqd.job import Moment, State
 
@@ -103,7 +103,7 @@ class Progress(Struct, kw_only=True):
 
 
 class Job(Struct, kw_only=True):
-    """A job in a list: everything but payload, result, output and attempts."""
+    """What is known of every job: everything but payload, result, output and attempts."""
 
     id: Id
     status: State
@@ -156,7 +156,7 @@ class Attempt(Struct, kw_only=True):
 
 class JobInFull(Job, kw_only=True):
     """One job: payload, result, what it used, the output that its handler keeps, and the attempts that did not
-    complete, oldest first."""
+    complete, oldest first (of more than a hundred the last ones; `GET /jobs/{id}/attempts` has all)."""
 
     jobId: Id
     payload: MaybeJson
@@ -168,10 +168,55 @@ class JobInFull(Job, kw_only=True):
     attempts: list[Attempt]
 
 
+class ListedJob(Struct, kw_only=True):
+    """A job in a list: the fields that were asked for, always with ``id``; by default all but ``payload``, ``result`` and
+    ``output``."""
+
+    id: Id
+    status: State | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    queue: str | UnsetType = UNSET
+    priority: int | UnsetType = UNSET
+    attempt: int | UnsetType = UNSET
+    max_attempts: int | UnsetType | None = UNSET
+    timeout_s: float | UnsetType | None = UNSET
+    retries: int | UnsetType = UNSET
+    run_at: Moment | UnsetType = UNSET
+    created_at: Moment | UnsetType = UNSET
+    started_at: Moment | UnsetType | None = UNSET
+    finished_at: Moment | UnsetType | None = UNSET
+    cancel_requested_at: Moment | UnsetType | None = UNSET
+    progress: Progress | UnsetType | None = UNSET
+    node: str | UnsetType | None = UNSET
+    error: str | UnsetType | None = UNSET
+    tags: list[str] | UnsetType = UNSET
+    meta: MaybeJson | UnsetType = UNSET
+    payload: MaybeJson | UnsetType = UNSET
+    result: MaybeJson | UnsetType = UNSET
+    output: str | UnsetType | None = UNSET
+
+
+class Window(Struct, kw_only=True):
+    """Of the finished jobs only those of this range were searched, for ``reason``; live jobs all."""
+
+    finished_after: Moment
+    finished_before: Moment | None
+    reason: str
+
+
 class JobPage(Struct, kw_only=True):
+    """``next_cursor`` is null on the last page. A page may have fewer jobs than ``limit`` and yet not be the last: it
+    has a bound in bytes, too. ``window`` is null where everything was searched that was asked for."""
+
+    jobs: list[ListedJob]
+    next_cursor: str | None
+    window: Window | None
+
+
+class AttemptPage(Struct, kw_only=True):
     """``next_cursor`` is null on the last page."""
 
-    jobs: list[Job]
+    attempts: list[Attempt]
     next_cursor: str | None
 
 
@@ -195,11 +240,105 @@ class FailedJob(Struct, kw_only=True):
     resolution: str | None
 
 
-class FailedPage(Struct, kw_only=True):
-    """``next_cursor`` is null on the last page."""
+class GroupFilter(Struct, kw_only=True, omit_defaults=True):
+    """The group's jobs that are FAILED now, as ``POST /jobs/retry`` and its like take it."""
 
-    failed_jobs: list[FailedJob]
-    next_cursor: str | None
+    state: State
+    type: str | UnsetType = UNSET
+    queue: str | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+    error_hash: str | UnsetType = UNSET
+
+
+class FailedGroup(Struct, kw_only=True):
+    """Records of failed jobs that have ``type`` and ``error`` in common; null is what they were not grouped by.
+
+    ``error`` is the first line, its numbers as ``#``. ``failed_now``: how many of the jobs are FAILED at the moment, the
+    others have been retried or have left. ``filter`` finds them.
+    """
+
+    type: str | None
+    error: str | None
+    count: int
+    failed_now: int
+    first_failed_at: Moment
+    last_failed_at: Moment
+    sample_job_id: Id
+    filter: GroupFilter
+
+
+class FailedPage(Struct, kw_only=True):
+    """Either ``failed_jobs``, with ``next_cursor`` (null on the last page), or with ``group_by`` instead ``groups``, the
+    largest first, of the newest ``grouped`` records; ``more``: there are older ones, which were not looked at."""
+
+    failed_jobs: list[FailedJob] | UnsetType = UNSET
+    next_cursor: str | UnsetType | None = UNSET
+    groups: list[FailedGroup] | UnsetType = UNSET
+    grouped: int | UnsetType = UNSET
+    more: bool | UnsetType = UNSET
+
+
+class Updated(Struct, kw_only=True):
+    """A waiting job after its change."""
+
+    id: Id
+    jobId: Id
+    status: State
+    type: str
+    queue: str
+    priority: int
+    run_at: Moment
+    created_at: Moment
+
+
+class Settled(Struct, kw_only=True):
+    """A job that was given up, and its state since."""
+
+    id: Id
+    jobId: Id
+    status: State
+
+
+class Deleted(Struct, kw_only=True):
+    """A job that is no more; ``status`` is the state in which it was last."""
+
+    id: Id
+    jobId: Id
+    status: State
+
+
+class ChangedJob(Struct, kw_only=True):
+    """What became of a job that was named. ``status`` is its state now, null where there is no such job (any more);
+    ``detail`` says why it was not changed. In a trial ``changed`` is false, and ``detail`` null where it would be."""
+
+    id: Id
+    changed: bool
+    status: State | None
+    detail: str | None
+
+
+class ChangedJobs(Struct, kw_only=True):
+    """What became of many. ``matched``: jobs that the change was for. ``skipped``: those that were named or matched
+    and not changed. ``more``: the filter matches more than one request changes. ``results`` only for ``ids``, in their
+    order. ``window`` as in a list of jobs."""
+
+    dry_run: bool
+    matched: int
+    changed: int
+    skipped: int
+    more: bool
+    results: list[ChangedJob] | None
+    window: Window | None
+
+
+class QueueSettings(Struct, kw_only=True):
+    """What is set for a queue. ``max_running`` null: no limit. Who changed it last, and when: null if nobody ever has."""
+
+    queue: str
+    paused: bool
+    max_running: int | None
+    changed_at: Moment | None
+    changed_by: str | None
 
 
 class Schema(Struct, kw_only=True, omit_defaults=True):

@@ -5,7 +5,7 @@ Pure. Runs in the API's workers. The fields are those of the query string of ``G
 """
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Final, Literal, get_args
 
 from msgspec import Meta, Struct
 
@@ -26,6 +26,33 @@ ErrorHash = Annotated[
     Annotated[str, Meta(pattern=f"^{ERROR_HASH_PATTERN}$")] | None,
     Meta(description="The kind of the job's last error, as a group of failed jobs names it. Live jobs only."),
 ]
+
+
+ListedField = Literal[
+    "id",
+    "status",
+    "type",
+    "queue",
+    "priority",
+    "attempt",
+    "max_attempts",
+    "timeout_s",
+    "retries",
+    "run_at",
+    "created_at",
+    "started_at",
+    "finished_at",
+    "cancel_requested_at",
+    "progress",
+    "node",
+    "error",
+    "tags",
+    "meta",
+    "payload",
+    "result",
+    "output",
+]
+FIELDS: Final[tuple[str, ...]] = get_args(ListedField)
 
 
 class FilterBody(Struct, kw_only=True, forbid_unknown_fields=True):

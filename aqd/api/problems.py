@@ -24,6 +24,7 @@ from aqd.errors import (
     NotFoundError,
     OutcomeUnknown,
     SchemaMismatch,
+    TooBroad,
     UserError,
 )
 from aqd.log import get_logger
@@ -125,6 +126,8 @@ def from_exception(error: Exception) -> Problem:
             )
         case ConflictError():
             return Problem(409, str(error))
+        case TooBroad():
+            return Problem(400, str(error), kind="too-broad")
         case UserError():
             return Problem(400, str(error))
         case SchemaMismatch():

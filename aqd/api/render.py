@@ -5,19 +5,31 @@ text that PostgreSQL holds, passed through without being parsed.
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from aqd.api import documents
 from aqd.errors import InputError
 from aqd.job import MAX_ID, JobRequest, State
-from aqd.store import AttemptRow, Cancelled, EnqueuedJob, FailedJobRow, Health, JobRow
+from aqd.store import (
+    AttemptRow,
+    Cancelled,
+    Changed,
+    EnqueuedJob,
+    FailedFilter,
+    FailedGroup,
+    FailedJobRow,
+    Health,
+    JobRow,
+    QueueSettings,
+    UpdatedJob,
+    Window,
+)
 from aqd.strict_json import show
-
-Row = TypeVar("Row")
 
 
 def moment(value: datetime | None) -> str | None:
@@ -56,13 +68,9 @@ def read_cursor(kind: str, text: str) -> int:
     raise InputError("cursor", f"{show(text)} is no cursor of this list; use next_cursor of the page before")
 
 
-def split(
-    rows: Sequence[Row], limit: int, kind: str, id_of: Callable[[Row], int]
-) -> tuple[Sequence[Row], str | None]:
-    """The rows of one page from up to ``limit + 1`` of them, and the cursor of the next; None on the last one."""
-    more = len(rows) > limit
-    shown = rows[:limit]
-    return shown, cursor(kind, id_of(shown[-1])) if more else None
+def next_cursor(kind: str, last_id: int | None) -> str | None:
+    """The cursor of the page after the one that ends with ``last_id``; None for None."""
+    return None if last_id is None else cursor(kind, last_id)
 
 
 def enqueued(row: EnqueuedJob) -> documents.Enqueued:
@@ -98,9 +106,25 @@ def cancelled(row: Cancelled) -> documents.Cancelled:
     )
 
 
-def job(row: JobRow) -> documents.Job:
-    """A job in a list."""
-    return documents.Job(**_job(row))
+# What a job has in a list unless something else is asked for.
+LISTED: Final = documents.Job.__struct_fields__
+
+
+def listed_job(row: JobRow, fields: Collection[str] = LISTED) -> documents.ListedJob:
+    """A job in a list, with ``id`` and those of its fields."""
+    known = _job(row) | {"payload": raw(row.payload), "result": raw(row.result), "output": row.output}
+    return documents.ListedJob(**{name: known[name] for name in {"id", *fields}})
+
+
+def window(found: Window | None) -> documents.Window | None:
+    """Which finished jobs were searched, if not all."""
+    if found is None:
+        return None
+    return documents.Window(
+        finished_after=_moment(found.finished_after),
+        finished_before=moment(found.finished_before),
+        reason=found.reason,
+    )
 
 
 def _job(row: JobRow) -> dict[str, Any]:
@@ -192,6 +216,75 @@ def failed_job(row: FailedJobRow) -> documents.FailedJob:
         retried_at=moment(row.retried_at),
         resolved_at=moment(row.resolved_at),
         resolution=row.resolution,
+    )
+
+
+def failed_group(group: FailedGroup, filters: FailedFilter) -> documents.FailedGroup:
+    """Records that have something in common, of those that ``filters`` let pass."""
+    return documents.FailedGroup(
+        type=group.type,
+        error=group.error,
+        count=group.size,
+        failed_now=group.failed_now,
+        first_failed_at=_moment(group.first_failed_at),
+        last_failed_at=_moment(group.last_failed_at),
+        sample_job_id=str(group.sample_job_id),
+        filter=documents.GroupFilter(
+            state=State.FAILED,
+            type=group.type or filters.type or UNSET,
+            queue=filters.queue or UNSET,
+            error=filters.error or UNSET,
+            error_hash=group.error_hash or UNSET,
+        ),
+    )
+
+
+def updated(row: UpdatedJob) -> documents.Updated:
+    """A waiting job after its change."""
+    return documents.Updated(
+        id=str(row.id),
+        jobId=str(row.id),
+        status=State(row.state),
+        type=row.type,
+        queue=row.queue,
+        priority=row.priority,
+        run_at=_moment(row.run_at),
+        created_at=_moment(row.created_at),
+    )
+
+
+def changed(found: Changed, *, dry_run: bool) -> documents.ChangedJobs:
+    """What became of many jobs."""
+    results = None
+    if found.results is not None:
+        results = [
+            documents.ChangedJob(
+                id=str(each.id),
+                changed=each.refusal is None and not dry_run,
+                status=State(each.state) if each.state else None,
+                detail=each.refusal,
+            )
+            for each in found.results
+        ]
+    return documents.ChangedJobs(
+        dry_run=dry_run,
+        matched=found.matched,
+        changed=found.changed,
+        skipped=found.skipped,
+        more=found.more,
+        results=results,
+        window=window(found.window),
+    )
+
+
+def queue_settings(row: QueueSettings) -> documents.QueueSettings:
+    """What is set for a queue."""
+    return documents.QueueSettings(
+        queue=row.queue,
+        paused=row.paused,
+        max_running=row.max_running,
+        changed_at=moment(row.changed_at),
+        changed_by=row.changed_by,
     )
 
 

@@ -5,18 +5,22 @@ same documents as the service.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from aqd.cli.command import App, report
 from aqd.cli.db import connect
-from aqd.errors import AqdError, NotFoundError, WorldError
+from aqd.cli.filters import filter_options, take_filter
+from aqd.cli.output import cell
+from aqd.cli.waiting import wait_command
+from aqd.errors import AqdError, InputError, NotFoundError, WorldError
+from aqd.strict_json import show
 
 if TYPE_CHECKING:
     from aqd.database import Connection
+    from aqd.store import FailedFilter
 
-STATES = ("QUEUED", "PROCESSING", "COMPLETED", "FAILED", "CANCELLED")
 # Pauses between two looks at jobs that were asked to end.
 FIRST_LOOK_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -33,24 +37,34 @@ def jobs_command() -> None:
     """Look at jobs, cancel them, try failed ones again."""
 
 
+jobs_command.add_command(wait_command)
+
+
 @jobs_command.command("list")
-@click.option(
-    "--state", "state_", type=click.Choice(STATES, case_sensitive=False), help="Only jobs in this state."
-)
-@click.option("--type", "type_", help="Only jobs of this type.")
-@click.option("--queue", help="Only jobs of this queue.")
+@filter_options
+@click.option("--oldest", is_flag=True, help="The oldest first.")
 @click.option("--before", metavar="ID", help="Only jobs with smaller ids: the page after that one.")
+@click.option(
+    "--after", metavar="ID", help="Only jobs with larger ids: with --oldest, the page after that one."
+)
+@click.option(
+    "--fields",
+    metavar="NAMES",
+    help="With --json: which fields, such as id,status,payload. Default: all but payload, result and output.",
+)
 @_limit
 @_json
 @click.pass_obj
 def list_command(
     app: App,
-    state_: str | None,
-    type_: str | None,
-    queue: str | None,
+    /,
+    oldest: bool,
     before: str | None,
+    after: str | None,
+    fields: str | None,
     limit: int,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """List jobs, newest first."""
     from aqd import job, store
@@ -58,11 +72,19 @@ def list_command(
     from aqd.cli.job_text import attempt_of, progress, state
     from aqd.cli.output import print_json, print_table, shorten
 
-    cursor = job.parse_id(before, "--before") if before is not None else None
+    filters = take_filter(options)
+    for name, given, fits in (("--before", before, not oldest), ("--after", after, oldest)):
+        if given is not None and not fits:
+            raise InputError(name, "goes with the newest first" if oldest else "goes with --oldest")
+    page_end = after if oldest else before
+    cursor = None if page_end is None else job.parse_id(page_end, "--after" if oldest else "--before")
+    shown = _fields(fields, as_json)
     with connect(app) as conn:
-        rows = store.list_jobs(conn, store.JobFilter((state_,) if state_ else (), type_, queue), cursor, limit)
+        page = store.list_jobs(conn, filters, cursor, limit, oldest=oldest, fields=shown)
+    if page.window is not None:
+        click.echo(f"aqd: note: {page.window.reason} (now {cell(page.window.finished_after)})", err=True)
     if as_json:
-        print_json([render.job(row) for row in rows])
+        print_json([render.listed_job(row, shown) for row in page.jobs])
         return
     print_table(
         ("id", "state", "type", "queue", "attempt", "created", "finished", "progress", "error"),
@@ -78,10 +100,25 @@ def list_command(
                 shorten(progress(r)),
                 shorten(r.last_error),
             )
-            for r in rows
+            for r in page.jobs
         ],
         empty="no jobs",
     )
+
+
+def _fields(given: str | None, as_json: bool) -> tuple[str, ...]:
+    from aqd.api import render
+    from aqd.api.filters import FIELDS
+
+    if given is None:
+        return render.LISTED
+    if not as_json:
+        raise InputError("--fields", "goes with --json")
+    names = tuple(given.split(","))
+    for name in names:
+        if name not in FIELDS:
+            raise InputError("--fields", f"{show(name)} is none of {', '.join(FIELDS)}", ", ".join(FIELDS))
+    return names
 
 
 @jobs_command.command("show")
@@ -220,23 +257,50 @@ def failed_command() -> None:
 
 @failed_command.command("list")
 @click.option("--all", "resolved", is_flag=True, help="Also records that a retry or a discard has settled.")
+@click.option("--type", "type", help="Only jobs of this type.")
+@click.option("--queue", help="Only jobs of this queue.")
+@click.option("--kind", help="Only those that ended so: failed, crashed, timed_out, lost, unknown_type.")
+@click.option("--reason", help="Only those with this reason, such as memory_limit.")
+@click.option("--error", metavar="TEXT", help="Only those whose error contains TEXT.")
+@click.option("--failed-after", metavar="TIME", help="FAILED then or later: 2026-11-29T17:40:01Z.")
+@click.option("--failed-before", metavar="TIME", help="FAILED before then.")
+@click.option(
+    "--group-by",
+    type=click.Choice(("type", "error", "type,error")),
+    help="Groups instead of single records, the largest first. Their hash goes with --error-hash.",
+)
 @click.option(
     "--before", metavar="RECORD", help="Only records with smaller numbers: the page after that one."
 )
 @_limit
 @_json
 @click.pass_obj
-def failed_list_command(app: App, resolved: bool, before: str | None, limit: int, as_json: bool) -> None:
+def failed_list_command(
+    app: App,
+    /,
+    resolved: bool,
+    group_by: str | None,
+    before: str | None,
+    limit: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """List the records, newest first."""
     from aqd import job, store
     from aqd.api import render
     from aqd.cli.output import print_json, print_table, shorten
 
+    filters = store.failed_filter(**options)
+    if group_by is not None:
+        if before is not None:
+            raise InputError("--before", "goes with single records; groups have no further pages")
+        _print_groups(app, filters, group_by.split(","), limit, resolved=resolved, as_json=as_json)
+        return
     cursor = job.parse_id(before, "--before") if before is not None else None
     with connect(app) as conn:
-        rows = store.list_failed(conn, cursor, limit, resolved=resolved)
+        records = store.list_failed(conn, filters, cursor, limit, resolved=resolved).records
     if as_json:
-        print_json([render.failed_job(row) for row in rows])
+        print_json([render.failed_job(row) for row in records])
         return
     print_table(
         ("record", "job", "type", "queue", "kind", "reason", "attempts", "failed", "state now", "error"),
@@ -253,7 +317,42 @@ def failed_list_command(app: App, resolved: bool, before: str | None, limit: int
                 r.state or r.resolution,
                 shorten(r.error),
             )
-            for r in rows
+            for r in records
+        ],
+        empty="no failed jobs",
+    )
+
+
+def _print_groups(
+    app: App, filters: "FailedFilter", by: list[str], limit: int, *, resolved: bool, as_json: bool
+) -> None:
+    from aqd import store
+    from aqd.api import render
+    from aqd.cli.output import print_json, print_table, shorten
+
+    with connect(app) as conn:
+        found = store.group_failed(
+            conn, filters, limit, by_type="type" in by, by_error="error" in by, resolved=resolved
+        )
+    if found.more:
+        click.echo(f"aqd: note: these are groups of the newest {found.grouped} records only", err=True)
+    if as_json:
+        print_json([render.failed_group(group, filters) for group in found.groups])
+        return
+    print_table(
+        ("count", "FAILED now", "type", "first", "last", "job", "hash", "error"),
+        [
+            (
+                g.size,
+                g.failed_now,
+                g.type,
+                g.first_failed_at,
+                g.last_failed_at,
+                g.sample_job_id,
+                g.error_hash,
+                shorten(g.error, 80),
+            )
+            for g in found.groups
         ],
         empty="no failed jobs",
     )

@@ -18,12 +18,16 @@ from aqd.store.change import (
     change_jobs,
     change_jobs_steps,
     delete_job,
+    delete_steps,
     discard_job,
+    discard_steps,
     limit_queue,
+    narrowed,
     pause_queue,
     queue_steps,
     resume_queue,
     update_job,
+    update_steps,
 )
 from aqd.store.filters import JobFilter, job_filter
 from aqd.store.lease import (
@@ -45,6 +49,7 @@ from aqd.store.listing import (
     FailedListing,
     Listing,
     Window,
+    failed_filter,
     group_failed,
     list_attempts,
     list_failed,
@@ -78,7 +83,7 @@ from aqd.store.nodes import (
     node_seen,
 )
 from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
-from aqd.store.steps import drive_async, drive_by
+from aqd.store.steps import Step, Steps, drive_async, drive_by, run_step
 from aqd.store.submit import enqueue, enqueue_many
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
 from aqd.store.wait import announce_wait, find_ended, tell_ended
@@ -115,6 +120,8 @@ __all__ = [
     "Release",
     "RescueResult",
     "Result",
+    "Step",
+    "Steps",
     "UpdatedJob",
     "Window",
     "announce_wait",
@@ -126,12 +133,15 @@ __all__ = [
     "create_partitions",
     "declare_handlers",
     "delete_job",
+    "delete_steps",
     "discard_job",
+    "discard_steps",
     "drive_async",
     "drive_by",
     "enqueue",
     "enqueue_many",
     "fail_unknown",
+    "failed_filter",
     "find_ended",
     "get_attempts",
     "get_job",
@@ -146,6 +156,7 @@ __all__ = [
     "list_failed",
     "list_jobs",
     "list_nodes",
+    "narrowed",
     "node_gone",
     "node_seen",
     "not_retried",
@@ -159,7 +170,9 @@ __all__ = [
     "rescue",
     "resume_queue",
     "retry_job",
+    "run_step",
     "store_progress",
     "tell_ended",
     "update_job",
+    "update_steps",
 ]

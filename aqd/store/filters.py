@@ -18,10 +18,12 @@ from aqd.strict_json import kind_of, show
 
 MAX_ERROR_CHARS: Final = 200
 MAX_IDS: Final = 1000
+WORD_PATTERN: Final = "[a-z_]{1,64}"
 ERROR_HASH_PATTERN: Final = "[0-9a-f]{16}"
 LIVE_STATES: Final = frozenset({State.QUEUED, State.PROCESSING, State.FAILED})
 FINISHED_STATES: Final = frozenset({State.COMPLETED, State.CANCELLED})
 
+_WORD = re.compile(WORD_PATTERN)
 _ERROR_HASH = re.compile(ERROR_HASH_PATTERN)
 
 
@@ -134,6 +136,14 @@ def check_error_hash(value: object) -> str:
     if not isinstance(value, str) or not _ERROR_HASH.fullmatch(value):
         bound = "16 hexadecimal digits"
         raise InputError("error_hash", f"{show(value)} is no hash of an error: {bound}", bound)
+    return value
+
+
+def check_word(field: str, value: object) -> str:
+    """A machine-readable word: the kind or the reason of a failure."""
+    if not isinstance(value, str) or not _WORD.fullmatch(value):
+        bound = "1..64 characters of a-z _"
+        raise InputError(field, f"{show(value)} is no such word: {bound}", bound)
     return value
 
 

@@ -11,12 +11,8 @@ from typing import Final, NamedTuple
 from aqd import migrate
 from aqd.database import Connection, int_array, run
 from aqd.errors import ConflictError, NotFoundError
-from aqd.store.filters import ANY, JobFilter
 
-# History has no index on the queue: a listing by queue looks this far back among finished jobs.
-QUEUE_WINDOW_S: Final = 7 * 86_400.0
 _RECENT_S: Final = 2 * 86_400.0
-_LIVE_STATES: Final = frozenset({"QUEUED", "PROCESSING", "FAILED"})
 
 
 class JobRow(NamedTuple):
@@ -161,23 +157,6 @@ def get_job(conn: Connection, id: int) -> JobRow | None:
     return JobRow._make(rows[0]) if rows else None
 
 
-def list_jobs(
-    conn: Connection, filters: JobFilter = ANY, cursor: int | None = None, limit: int = 100
-) -> list[JobRow]:
-    """Jobs with ids below ``cursor`` (the last id of the page before), newest first.
-
-    Filtered by queue without a type, finished jobs are listed for the last :data:`QUEUE_WINDOW_S` only.
-    """
-    state = filters.states[0] if filters.states else None
-    common = {"before": cursor, "type": filters.type, "queue": filters.queue, "state": state}
-    if state in _LIVE_STATES:
-        rows = run(conn, "list_jobs_live", limit=limit, **common)
-    else:
-        within_s = QUEUE_WINDOW_S if filters.queue is not None and filters.type is None else None
-        rows = run(conn, "list_jobs", limit=limit, within_s=within_s, **common)
-    return [JobRow._make(row) for row in rows]
-
-
 def retry_job(conn: Connection, id: int) -> EnqueuedJob:
     """Put a FAILED job back into the queue as if new.
 
@@ -220,17 +199,8 @@ def cancelled(id: int, state: str, seen: JobRow | None) -> Cancelled:
     return Cancelled(id, state, seen.cancel_requested_at, seen.finished_at)
 
 
-def list_failed(
-    conn: Connection, cursor: int | None = None, limit: int = 100, *, resolved: bool = False
-) -> list[FailedJobRow]:
-    """Dead-letter records with record ids below ``cursor``, newest first; with ``resolved`` the settled
-    ones too."""
-    rows = run(conn, "list_failed", before=cursor, limit=limit, resolved=resolved)
-    return [FailedJobRow._make(row) for row in rows]
-
-
 def get_attempts(conn: Connection, id: int) -> list[AttemptRow]:
-    """The attempts of a job that did not complete, oldest first."""
+    """The attempts of a job that did not complete, oldest first; the last hundred (``list_attempts`` has all)."""
     return [AttemptRow._make(row) for row in run(conn, "get_attempts", job_id=id)]
 
 

@@ -53,7 +53,7 @@ def waiting_for_a_retry(conn: database.Connection, queue: Queue) -> tuple[int, s
 
 def retried_by_hand(conn: database.Connection, queue: Queue) -> tuple[int, str, After | None]:
     failed(conn, queue)
-    (record,) = store.list_failed(conn)
+    (record,) = store.list_failed(conn).records
     store.retry_job(conn, record.job_id)
     return record.job_id, "CANCELLED", None
 
@@ -187,8 +187,10 @@ def test_matrix(
         assert row.cancel_requested_at is not None
         assert row.finished_at is not None
         assert queue.value("select count(*) from aqd.jobs") == 0
-        assert store.list_failed(conn) == []
-        assert {record.resolution for record in store.list_failed(conn, resolved=True)} <= {"cancelled"}
+        assert store.list_failed(conn).records == []
+        assert {record.resolution for record in store.list_failed(conn, resolved=True).records} <= {
+            "cancelled"
+        }
 
     settled = everything(queue)
     assert store.cancel_job(conn, id).state == final, "and once more"
@@ -209,7 +211,7 @@ def test_the_record_of_a_retried_job_is_resolved(conn: database.Connection, queu
         store.cancel_job(conn, id)
         if after is not None:
             after()
-        record = store.list_failed(conn, resolved=True)[0]
+        record = store.list_failed(conn, resolved=True).records[0]
         assert (record.job_id, record.resolution, record.failures) == (id, "cancelled", 1)
         assert record.resolved_at is not None
 
@@ -293,7 +295,7 @@ def test_the_node_is_told(connect: Connect, queue: Queue) -> None:
     listener.execute(f"listen {claims.CANCEL_CHANNEL}")
     queue.add(2)
     job = claim(conn, "node-7")
-    waiting = store.list_jobs(conn, store.JobFilter(state="QUEUED"))[0]
+    waiting = store.list_jobs(conn, store.JobFilter(states=("QUEUED",))).jobs[0]
     store.cancel_job(conn, waiting.id)
     assert payloads(listener) == [], "nobody runs it"
     store.cancel_job(conn, job.id)
@@ -520,7 +522,7 @@ def test_statements_that_do_not_know_of_it(conn: database.Connection, queue: Que
     row = store.get_job(conn, id)
     assert row is not None
     assert (row.state, row.wall_s, row.node_id) == ("CANCELLED", 3, "older")
-    assert store.list_failed(conn) == []
+    assert store.list_failed(conn).records == []
     assert book().claim(conn, 10) == []
 
 

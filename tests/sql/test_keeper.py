@@ -118,8 +118,8 @@ def test_unknown_type_fails_after_the_grace(conn: database.Connection, queue: Qu
     assert queue.value("select now() - since > '0.4 s' from aqd.unknown_types")
     row = queue.row(ids[0])
     assert (row["attempt"], row["last_error"]) == (0, 'no node knows the type "nobody"')
-    assert {record.kind for record in store.list_failed(conn)} == {"unknown_type"}
-    assert len(store.list_failed(conn)) == 3
+    assert {record.kind for record in store.list_failed(conn).records} == {"unknown_type"}
+    assert len(store.list_failed(conn).records) == 3
     assert store.get_attempts(conn, ids[0]) == []
     assert queue.state(known[0]) == "QUEUED"
     assert [line["type"] for line in lines() if "no node knows" in line["event"]] == ["nobody"]
@@ -292,7 +292,7 @@ def test_failed_jobs_are_deleted_after_retention(conn: database.Connection, queu
     )
     Rounds(conn, made(failed_days=90)).step()
     assert {row[0] for row in queue.conn.execute("select id from aqd.jobs")} == {young.id, retried.id}
-    records = {record.job_id for record in store.list_failed(conn, resolved=True)}
+    records = {record.job_id for record in store.list_failed(conn, resolved=True).records}
     assert records == {young.id, retried.id}, "a job that runs again keeps its record"
     assert store.get_attempts(conn, old.id) == []
     assert len(store.get_attempts(conn, young.id)) == 1

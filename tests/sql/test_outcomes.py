@@ -57,14 +57,14 @@ def test_failed_with_a_retry(conn: database.Connection, queue: Queue) -> None:
     (attempt,) = store.get_attempts(conn, job.id)
     assert (attempt.attempt, attempt.kind, attempt.signal, attempt.traceback) == (1, "crashed", 11, "Tb")
     assert (attempt.finished_at - attempt.started_at).total_seconds() == 2.0  # type: ignore[operator]
-    assert store.list_failed(conn) == []
+    assert store.list_failed(conn).records == []
 
 
 def test_failed_for_good(conn: database.Connection, queue: Queue) -> None:
     (job,) = claim(conn, queue)
     assert store.record_failed(conn, [failure(job, None, "timed_out")]) == {job.id: "FAILED"}
     assert queue.row(job.id)["state"] == "FAILED"
-    (record,) = store.list_failed(conn)
+    (record,) = store.list_failed(conn).records
     assert (record.job_id, record.kind, record.error, record.attempts) == (job.id, "timed_out", "boom", 1)
     assert (record.state, record.resolved_at, record.traceback) == ("FAILED", None, "Traceback …")
 
@@ -92,7 +92,7 @@ def test_interruptions_are_counted_apart_and_bounded(conn: database.Connection, 
     row = queue.row(id)
     assert row["state"] == "FAILED"
     assert [attempt.kind for attempt in store.get_attempts(conn, id)] == ["interrupted"] * 3
-    (record,) = store.list_failed(conn)
+    (record,) = store.list_failed(conn).records
     assert record.kind == "interrupted"
     assert "more than 2 times" in (record.error or "")
 
@@ -132,7 +132,7 @@ def test_output_of_a_completed_attempt(conn: database.Connection, queue: Queue) 
     assert kept is not None
     assert len(kept) == store.MAX_OUTPUT
     assert kept.endswith("xx\\0\\udcff end")
-    (row, _) = store.list_jobs(conn)
+    (row, _) = store.list_jobs(conn).jobs
     assert row.output is None, "not in lists"
 
 
@@ -149,7 +149,7 @@ def test_reason_output_and_final_error_of_a_failure(conn: database.Connection, q
         (attempt,) = store.get_attempts(conn, job.id)
         assert (attempt.reason, attempt.output, attempt.error) == ("signal", "Fatal Python error", "boom")
     assert store.get_attempts(conn, plain.id)[0].reason is None
-    records = {record.job_id: record for record in store.list_failed(conn)}
+    records = {record.job_id: record for record in store.list_failed(conn).records}
     assert set(records) == {poison.id, plain.id}
     assert (records[poison.id].error, records[poison.id].reason) == ("poison: boom", "signal")
     assert (records[plain.id].error, records[plain.id].reason) == ("boom", None)
@@ -164,7 +164,7 @@ def test_a_second_failure_overwrites_the_reason(conn: database.Connection, queue
     book().claim(conn, 1)
     queue.expire(job.id)
     store.rescue(conn, 10, 0.0, 0.0, 5)
-    (record,) = store.list_failed(conn)
+    (record,) = store.list_failed(conn).records
     assert (record.kind, record.reason, record.failures) == ("lost", "lease", 2)
 
 
@@ -180,7 +180,7 @@ def test_reason_of_an_interruption(conn: database.Connection, queue: Queue) -> N
         ("interrupted", "drain"),
         ("interrupted", "lease"),
     ]
-    assert {record.reason for record in store.list_failed(conn)} == {"drain", "lease"}
+    assert {record.reason for record in store.list_failed(conn).records} == {"drain", "lease"}
 
 
 def test_progress(connect: Connect, queue: Queue) -> None:
@@ -365,7 +365,7 @@ def test_bad_result_does_not_stop_the_batch(conn: database.Connection, queue: Qu
     states = [queue.state(job.id) for job in jobs]
     assert states.count("COMPLETED") == 7
     assert states[3] == states[7] == "FAILED"
-    errors = {record.job_id: record.error or "" for record in store.list_failed(conn)}
+    errors = {record.job_id: record.error or "" for record in store.list_failed(conn).records}
     assert "cannot store its result" in errors[jobs[3].id]
     assert "\\u0000" in errors[jobs[3].id]
 

@@ -47,7 +47,7 @@ def test_lost_on_the_last_attempt_is_failed(conn: database.Connection, queue: Qu
         store.rescue(conn, 10, 0.0, 0.0, 5)
     assert claimed == {own: 3, default: 5}
     assert queue.state(own) == queue.state(default) == "FAILED"
-    assert {record.kind for record in store.list_failed(conn)} == {"lost"}
+    assert {record.kind for record in store.list_failed(conn).records} == {"lost"}
     assert queue.row(own)["attempt"] == 3
 
 

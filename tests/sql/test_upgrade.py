@@ -111,7 +111,7 @@ def test_jobs_go_on(conn: database.Connection) -> None:
     assert store.record_completed(conn, [completion(jobs[1])]) == {jobs[1].id}
     assert store.cancel_job(conn, 100).state == "COMPLETED", "finished before"
     assert queue.value("select count(*) from aqd.all_jobs") == 8
-    resolutions = {record.resolution for record in store.list_failed(conn, resolved=True)}
+    resolutions = {record.resolution for record in store.list_failed(conn, resolved=True).records}
     assert "cancelled" in resolutions
 
 

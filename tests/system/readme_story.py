@@ -415,8 +415,8 @@ def the_role_of_the_api(world: World, _output: str) -> None:
         made = store.enqueue(conn, job.validate("noop"))
         wait_until(lambda: store.get_job(conn, made.id).state == "COMPLETED")  # type: ignore[union-attr]
         assert store.get_attempts(conn, failed["id"])
-        assert store.list_jobs(conn, store.JobFilter(), None, 10)
-        assert store.list_failed(conn, None, 10)
+        assert store.list_jobs(conn).jobs
+        assert store.list_failed(conn).records
         assert store.health(conn, 30.0).problem is None
         assert store.retry_job(conn, failed["id"]).state == "QUEUED"
         later = store.enqueue(conn, job.validate("noop", delay_s=3600))
