@@ -18,20 +18,21 @@ errors for everything else. At REPEATABLE READ or SERIALIZABLE, a second caller 
 ``psycopg.errors.SerializationFailure``: repeat the transaction.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from aqd import job, statements, store
-from aqd.errors import ConflictError, IdempotencyConflict, InputError, NotFoundError
+from aqd import database, job, statements, store
+from aqd.errors import ConflictError, IdempotencyConflict, InputError, NotEnded, NotFoundError, TooBroad
 from aqd.job import DEFAULT_KEY_TTL_HOURS
-from aqd.store import Cancelled, EnqueuedJob, JobRow, submit
+from aqd.store import Cancelled, EnqueuedJob, JobRow, Listing, listing, submit
 from aqd.strict_json import kind_of, show
+from aqd.waiting import wait, wait_async
 
 __all__ = [
     "Cancelled",
@@ -40,8 +41,12 @@ __all__ = [
     "IdempotencyConflict",
     "InputError",
     "JobRow",
+    "Listing",
+    "LookFor",
     "NewJob",
+    "NotEnded",
     "NotFoundError",
+    "TooBroad",
     "cancel",
     "cancel_async",
     "enqueue",
@@ -50,8 +55,14 @@ __all__ = [
     "enqueue_many_async",
     "get",
     "get_async",
+    "jobs",
+    "jobs_async",
+    "list_jobs",
+    "list_jobs_async",
     "retry",
     "retry_async",
+    "wait",
+    "wait_async",
 ]
 
 
@@ -227,6 +238,107 @@ async def get_async(conn: psycopg.AsyncConnection[Any], id: int | str) -> JobRow
     return row
 
 
+class LookFor(TypedDict, total=False):
+    """Which jobs; all that is given must hold. ``…_after`` is inclusive, ``…_before`` exclusive; moments are aware
+    datetimes or RFC 3339. ``error`` (contained in the last error) and ``error_hash`` find live jobs only: finished
+    ones have no error."""
+
+    state: str | Sequence[str] | None
+    type: str | None
+    queue: str | None
+    tag: str | None
+    created_after: datetime | str | None
+    created_before: datetime | str | None
+    finished_after: datetime | str | None
+    finished_before: datetime | str | None
+    error: str | None
+    error_hash: str | None
+    ids: Iterable[int | str] | None
+
+
+def list_jobs(
+    conn: psycopg.Connection[Any],
+    *,
+    oldest: bool = False,
+    after: int | str | None = None,
+    limit: int = 100,
+    fields: Collection[str] = ("meta",),
+    **look_for: Unpack[LookFor],
+) -> Listing:
+    """A page of jobs, live and finished, newest (by id) first; ``after`` is the ``next`` of the page before.
+
+    Of ``payload``, ``result``, ``output`` and ``meta`` only those in ``fields`` are read. A page has at most ``limit``
+    jobs (1 to 1,000) and 8 MiB of texts. By queue, by CANCELLED alone and by ``created_before`` history has no index:
+    then ``window`` says which finished jobs were searched, unless ``finished_after``, ``created_after``, ``type`` or
+    ``tag`` is given. :class:`TooBroad` after the connection's ``statement_timeout``.
+    """
+    query = _query(oldest, after, limit, fields, look_for)
+    with _tuple_rows(conn), query.refuse_too_broad():
+        return query.listing(database.run(conn, query.statement, **query.params))
+
+
+async def list_jobs_async(
+    conn: psycopg.AsyncConnection[Any],
+    *,
+    oldest: bool = False,
+    after: int | str | None = None,
+    limit: int = 100,
+    fields: Collection[str] = ("meta",),
+    **look_for: Unpack[LookFor],
+) -> Listing:
+    """As :func:`list_jobs`, on an asynchronous connection."""
+    query = _query(oldest, after, limit, fields, look_for)
+    with query.refuse_too_broad():
+        return query.listing(await _run_async(conn, query.statement, **query.params))
+
+
+def jobs(
+    conn: psycopg.Connection[Any],
+    *,
+    oldest: bool = False,
+    fields: Collection[str] = ("meta",),
+    **look_for: Unpack[LookFor],
+) -> Iterator[JobRow]:
+    """All jobs that :func:`list_jobs` finds, page after page, each once; what is submitted meanwhile comes last
+    with ``oldest``, and not at all without."""
+    after = None
+    while True:
+        page = list_jobs(conn, oldest=oldest, after=after, limit=500, fields=fields, **look_for)
+        yield from page.jobs
+        if (after := page.next) is None:
+            return
+
+
+async def jobs_async(
+    conn: psycopg.AsyncConnection[Any],
+    *,
+    oldest: bool = False,
+    fields: Collection[str] = ("meta",),
+    **look_for: Unpack[LookFor],
+) -> AsyncIterator[JobRow]:
+    """As :func:`jobs`, on an asynchronous connection."""
+    after = None
+    while True:
+        page = await list_jobs_async(conn, oldest=oldest, after=after, limit=500, fields=fields, **look_for)
+        for row in page.jobs:
+            yield row
+        if (after := page.next) is None:
+            return
+
+
+def _query(
+    oldest: bool, after: int | str | None, limit: int, fields: Collection[str], look_for: LookFor
+) -> listing.JobQuery:
+    filters = store.job_filter(**look_for)
+    cursor = None if after is None else job.parse_id(str(after), "after")
+    job.check_integer("limit", limit, 1, 1000)
+    known = listing.LARGE_FIELDS | listing.DEFAULT_FIELDS
+    if unknown := set(fields) - known:
+        words = ", ".join(sorted(known))
+        raise InputError("fields", f"{show(min(map(str, unknown)))} is none of {words}", words)
+    return listing.job_query(filters, cursor, limit, oldest=oldest, fields=fields)
+
+
 def retry(conn: psycopg.Connection[Any], id: int | str) -> EnqueuedJob:
     """Make a FAILED job QUEUED again, as if new."""
     number = job.parse_id(str(id))
@@ -326,7 +438,8 @@ async def _run_async(
     statement = statements.get(name)
     arguments = tuple(_plain(params[each]) for each in statement.params)
     async with psycopg.AsyncRawCursor(conn, row_factory=tuple_row) as cursor:
-        await cursor.execute(statement.text, arguments or None, binary=True)
+        prepare = False if statement.fresh else None
+        await cursor.execute(statement.text, arguments or None, binary=True, prepare=prepare)
         return await cursor.fetchall()
 
 

@@ -143,24 +143,46 @@ def list_jobs(
 
     Of ``payload``, ``result``, ``output`` and ``meta`` only those in ``fields`` are read, the others are None.
     """
+    query = job_query(filters, cursor, limit, oldest=oldest, fields=fields, max_bytes=max_bytes)
+    with query.refuse_too_broad():
+        return query.listing(run(conn, query.statement, **query.params))
+
+
+class JobQuery(NamedTuple):
+    """A page of jobs to be asked for, on whatever connection: the statement, and what its rows mean."""
+
+    statement: str
+    params: dict[str, Any]
+    limit: int
+    window: Window | None
+    asked: list[str]
+
+    def listing(self, rows: list[tuple[Any, ...]]) -> Listing:
+        """The page."""
+        jobs = [JobRow._make(row[:-1]) for row in rows[: self.limit]]
+        return Listing(jobs, jobs[-1].id if _more(rows, self.limit) else None, self.window)
+
+    def refuse_too_broad(self) -> contextlib.AbstractContextManager[None]:
+        """Goes round running it."""
+        return refuse_too_broad(self.asked, "give finished_after, or a type")
+
+
+def job_query(
+    filters: JobFilter,
+    cursor: int | None,
+    limit: int,
+    *,
+    oldest: bool,
+    fields: Collection[str],
+    max_bytes: int = MAX_PAGE_BYTES,
+) -> JobQuery:
+    """What :func:`list_jobs` runs."""
     window = history_window(filters, oldest=oldest)
+    params = filters.params() | history_params(filters, window)
+    params |= {f"with_{name}": name in fields for name in ("payload", "result", "output", "meta")}
+    params |= {"cursor": cursor, "limit": limit + 1, "max_bytes": max_bytes}
     statement = "list_jobs_oldest" if oldest else "list_jobs_newest"
-    with refuse_too_broad(given(filters), "give finished_after, or a type"):
-        rows = run(
-            conn,
-            statement,
-            **filters.params(),
-            **history_params(filters, window),
-            cursor=cursor,
-            limit=limit + 1,
-            max_bytes=max_bytes,
-            with_payload="payload" in fields,
-            with_result="result" in fields,
-            with_output="output" in fields,
-            with_meta="meta" in fields,
-        )
-    jobs = [JobRow._make(row[:-1]) for row in rows[:limit]]
-    return Listing(jobs, jobs[-1].id if _more(rows, limit) else None, window)
+    return JobQuery(statement, params, limit, window, given(filters))
 
 
 def history_window(filters: JobFilter, *, oldest: bool = False, now: datetime | None = None) -> Window | None:
