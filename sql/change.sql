@@ -28,7 +28,7 @@ from aqd.find_jobs(
     created_after => :created_after::timestamptz, created_before => :created_before::timestamptz,
     finished_after => :finished_after::timestamptz, finished_before => :finished_before::timestamptz,
     error => :error::text, error_hash => :error_hash::text, ids => :ids::bigint[],
-    history_after => :history_after::timestamptz) as f
+    history_after => :history_after::timestamptz, history_before => :history_before::timestamptz) as f
 order by f.id
 limit :limit::bigint
 
@@ -41,7 +41,7 @@ from aqd.find_jobs(
     created_after => :created_after::timestamptz, created_before => :created_before::timestamptz,
     finished_after => :finished_after::timestamptz, finished_before => :finished_before::timestamptz,
     error => :error::text, error_hash => :error_hash::text, ids => :ids::bigint[],
-    history_after => :history_after::timestamptz) as f
+    history_after => :history_after::timestamptz, history_before => :history_before::timestamptz) as f
 
 -- name: retry_jobs :many fresh
 -- FAILED to QUEUED, as retry_job does with one.

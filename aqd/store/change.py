@@ -23,7 +23,8 @@ from aqd.database import Connection, int_array
 from aqd.errors import ConflictError, InputError, NotFoundError
 from aqd.job import State
 from aqd.store.filters import JobFilter
-from aqd.store.steps import Steps, change, drive, look
+from aqd.store.listing import Window, given, history_params, history_window
+from aqd.store.steps import Step, Steps, change, drive, look
 from aqd.strict_json import kind_of, show
 
 MAX_JOBS: Final = 10_000
@@ -76,13 +77,15 @@ class Result(NamedTuple):
 class Changed(NamedTuple):
     """What became of many. ``matched``: jobs in the set, or for a dry run all that match. ``skipped``: jobs that were
     named or matched and not changed. ``more``: the filter matches more jobs than were in the set. ``results``
-    only for jobs that were named, in their order."""
+    only for jobs that were named, in their order. ``window``: the finished jobs that were searched, as for a list of the
+    same filter."""
 
     matched: int
     changed: int
     skipped: int
     more: bool
-    results: list[Result] | None
+    results: list[Result] | None = None
+    window: Window | None = None
 
 
 class UpdatedJob(NamedTuple):
@@ -215,13 +218,17 @@ def change_jobs_steps(
     if not isinstance(which, JobFilter):
         return (yield from _change_named(action, list(dict.fromkeys(which)), reason, by, dry_run))
     filters = narrowed(action, which)
+    window = history_window(filters, oldest=True)
+    params = filters.params() | {"history_before": None} | history_params(filters, window)
+    asked = given(which)
     if dry_run:
-        count: int = (yield look("count_changeable", **_filter_params(filters)))[0][0]
-        return Changed(count, 0, 0, count > MAX_JOBS, None)
-    rows = yield look("find_changeable", limit=MAX_JOBS + 1, **_filter_params(filters))
+        count: int = (yield Step("count_changeable", params, False, asked))[0][0]
+        return Changed(count, 0, 0, count > MAX_JOBS, window=window)
+    rows = yield Step("find_changeable", params | {"limit": MAX_JOBS + 1}, False, asked)
     targets = [Target._make(row) for row in rows[:MAX_JOBS]]
-    changed = yield from _change_all(action, targets, reason, by)
-    return Changed(len(targets), len(changed), len(targets) - len(changed), len(rows) > MAX_JOBS, None)
+    changed = len((yield from _change_all(action, targets, reason, by)))
+    matched = len(targets)
+    return Changed(matched, changed, matched - changed, len(rows) > MAX_JOBS, window=window)
 
 
 def narrowed(action: Action, filters: JobFilter) -> JobFilter:
@@ -236,11 +243,6 @@ def narrowed(action: Action, filters: JobFilter) -> JobFilter:
     if not made.may_be_live and not made.may_be_finished:
         raise InputError("finished_after", f"jobs that have finished cannot be {_DONE[action]}")
     return made
-
-
-def _filter_params(filters: JobFilter) -> dict[str, object]:
-    # No partition is opened unless finished jobs are wanted.
-    return filters.params() | {"history_after": None if filters.may_be_finished else "infinity"}
 
 
 def _change_named(action: Action, ids: Sequence[int], reason: str, by: str, dry_run: bool) -> Steps[Changed]:
