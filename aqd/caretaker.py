@@ -1,29 +1,46 @@
-"""The keeper's thread in the dispatcher: its connection, its pauses, and this node's sign of life.
+"""The keeper's thread in the dispatcher: its connection, its pauses, this node's sign of life, and its figures.
 
-What is to be kept (rescue, unknown types, partitions, retention, vacuum) is :mod:`aqd.keeper`; this thread
-gives it a session, and tells the other nodes that this one lives and which types it serves.
+What is to be kept (rescue, unknown types, partitions, retention, vacuum, snapshots) is :mod:`aqd.keeper`; this
+thread gives it a session, tells the other nodes that this one lives and which types it serves, and writes down what
+the dispatcher has counted. What cannot be written is kept, added up, until it can.
 """
 
 import threading
 from collections.abc import Callable, Iterable
 
+import msgspec
 import psycopg
 
 from aqd import keeper, log, messages, store
 from aqd.database import Connection
 from aqd.errors import WorldError
+from aqd.figures import CELLS_MAX, Cell, Figures
 from aqd.hookspecs import HandlerInfo
 from aqd.process import boottime
 from aqd.sessions import Session
+from aqd.store import figures
 
 logger = log.get_logger("keeper")
 
 # A step is several statements, each with the server's own limit: so many times that limit for all.
 STEP_STATEMENTS = 2.0
+# How long the last figures may take when the process is about to leave.
+LAST_S = 1.0
+# Functions whose time is shown, and as what.
+OPERATIONS = {
+    "claim_jobs": "claim",
+    "record_completed": "record",
+    "record_failed": "record",
+    "release": "record",
+    "renew": "renew",
+}
+
+Send = Callable[[messages.FromDispatcher], None]
 
 
 class Caretaker(threading.Thread):
-    """The main thread calls :meth:`serve` when the types change, and sets the flags."""
+    """The main thread calls :meth:`serve` when the types change, :meth:`pass_figures` now and then, and sets the
+    flags."""
 
     def __init__(self, start: messages.Start, schema: Callable[[Connection], None]) -> None:
         super().__init__(name="keeper", daemon=True)
@@ -38,15 +55,70 @@ class Caretaker(threading.Thread):
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this
         # node holds is recorded, not rescued by its own hand.
         self.may_rescue = False
+        self.counted = Figures()  # filled by the threads, drained once a second
+        self._unwritten = Figures()
+        self._gauges: list[Cell] | None = None  # not yet passed on
+        self._info = figures.NodeInfo()
+        self._next_figures = 0.0
+        self._leave_by: float | None = None
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
         self._serving: tuple[int, list[HandlerInfo]] | None = None
         self._declared: list[HandlerInfo] = []
         self._wake = threading.Event()
 
+    # --- for the main thread
+
     def serve(self, generation: int, handlers: Iterable[HandlerInfo]) -> None:
         self._serving = (generation, list(handlers))
         self._wake.set()
+
+    def time(self, *sessions: Session) -> None:
+        """Count how long the statements of these sessions take."""
+        for session in sessions:
+            session.timed = self._timed
+
+    def _timed(self, function: str, seconds: float) -> None:
+        if (operation := OPERATIONS.get(function)) is not None:
+            self.counted.statement(operation, seconds)
+
+    def learn(self, facts: messages.Facts) -> None:
+        """What only the master knows of the node."""
+        plugins = [
+            figures.NodePlugin(
+                name=each.name,
+                version=each.version,
+                digest=each.digest,
+                state=each.state,
+                handlers=each.handlers,
+                error=each.error,
+            )
+            for each in facts.plugins
+        ]
+        self._info = msgspec.structs.replace(self._info, plugins=plugins)
+        self._unwritten.add(Cell("restarts", (cause,), number) for cause, number in facts.restarts.items())
+
+    def pass_figures(self, send: Send, busy: int, listening: bool) -> None:
+        """Hand what was counted since the last call to the master, and have it written down."""
+        if busy != self._info.busy or listening != self._info.listener_up:
+            self._info = msgspec.structs.replace(self._info, busy=busy, listener_up=listening)
+        cells = self.counted.drain()
+        self._unwritten.add(cells)
+        gauges, self._gauges = self._gauges, None
+        for first in range(0, len(cells), CELLS_MAX):
+            send(messages.Counted(cells[first : first + CELLS_MAX]))
+        for first in range(0, len(gauges or ()), CELLS_MAX):
+            send(messages.Seen((gauges or [])[first : first + CELLS_MAX], first == 0))
+
+    def finished(self) -> bool:
+        """Asked by the main thread before it leaves: whether the last figures are written, or have had their time."""
+        if self._leave_by is None:
+            self._leave_by = boottime() + LAST_S
+            self.stopping = True
+            self._wake.set()
+        return not self.is_alive() or boottime() >= self._leave_by
+
+    # --- the thread
 
     def run(self) -> None:
         while not self.stopping:
@@ -59,6 +131,11 @@ class Caretaker(threading.Thread):
                 pause = 5.0
             self._wake.wait(pause)
             self._wake.clear()
+        try:
+            self._unwritten.add(self.counted.drain())
+            self._write()
+        except (psycopg.Error, WorldError) as error:
+            logger.info("the last figures are lost", error=log.describe(error))
 
     def _step(self) -> float:
         start, serving = self._start, self._serving
@@ -73,12 +150,26 @@ class Caretaker(threading.Thread):
             slots=start.config.daemon.slots,
             types=sorted(handler.type for handler in serving[1]),
             state="draining" if self.draining else "running",
+            info=msgspec.json.encode(self._info).decode(),
         )
         self.session.run(store.node_seen, state)
         if serving[1] != self._declared:
             self.session.run(store.declare_handlers, serving[1])
             self._declared = serving[1]
+        figures_s = start.config.keeper.figures_s
+        if boottime() >= self._next_figures:
+            self._next_figures = boottime() + figures_s
+            self._write()
+            self._gauges = self.session.run(figures.gauges)
         if not self.may_rescue:
             return 0.2
         pause = self.session.run(self._keeper.step, boottime())
-        return min(pause, start.config.keeper.node_ttl_s / 3)
+        return min(pause, start.config.keeper.node_ttl_s / 3, figures_s)
+
+    def _write(self) -> None:
+        cells = self._unwritten.drain()
+        try:
+            self.session.run(figures.add_figures, self._start.node_id, cells)
+        except BaseException:
+            self._unwritten.add(cells)  # twice, if only the answer was lost: of figures that is bearable
+            raise

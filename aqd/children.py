@@ -1,4 +1,4 @@
-"""The master's two long-lived children: the dispatcher, and the API under ``--with-api``.
+"""The master's long-lived children: the dispatcher, the API under ``--with-api``, and the exporter of metrics.
 
 Run by the master only. Each is fork + exec, in a session of its own, and is started again with a growing
 pause when it dies. A successor of the dispatcher is started only after its predecessor was *reaped*: two
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from aqd import channel, keys, messages, process, strays, systemd
 from aqd.config import Config
 from aqd.errors import ConfigError
+from aqd.figures import Cell, Figures
+from aqd.hookspecs import PluginInfo
 from aqd.log import get_logger
 from aqd.process import ExitStatus, boottime
 
@@ -26,7 +28,7 @@ BACKOFF_FIRST_S = 0.1
 # Without a dispatcher nothing is recorded and no lease renewed: its pauses stay far below a lease. (With 30 s,
 # nine kills in 40 s made outcomes wait in the channels until their leases had run out.)
 DISPATCHER_BACKOFF_MAX_S = 1.0
-API_BACKOFF_MAX_S = 30.0
+SERVICE_BACKOFF_MAX_S = 30.0
 # After a kill -9 of a master, an API that was just being started holds the port until it notices.
 PORT_PATIENCE_S = 5.0
 # One that lived for this long starts with a clean slate.
@@ -90,6 +92,10 @@ class DispatcherChild:
         self.respawn = Respawn(DISPATCHER_BACKOFF_MAX_S)
         self.handing_over = False
         self.heard = 0.0
+        # What all of them have counted, and what the last one has seen.
+        self.figures = Figures()
+        self.gauges: list[Cell] = []
+        self._told: tuple[list[PluginInfo] | None, dict[str, int]] = (None, {})
         self.report: messages.Report | None = None
         self.hello: messages.Hello | None = None
         self.drained = False
@@ -106,6 +112,7 @@ class DispatcherChild:
         self.respawn.begin(now)
         self.report = self.hello = None
         self.handing_over = self.drained = False
+        self._told = (None, self._told[1])
         with contextlib.suppress(channel.ChannelClosed):
             self.peer.send(start)
         return self.peer
@@ -114,6 +121,18 @@ class DispatcherChild:
         if self.peer is not None:
             with contextlib.suppress(channel.ChannelClosed):
                 self.peer.send(message)
+
+    def tell_facts(self, plugins: list[PluginInfo], restarts: dict[str, int]) -> None:
+        """Say what it cannot know, if it does not know it yet."""
+        told_plugins, told = self._told
+        more = {cause: number - told.get(cause, 0) for cause, number in restarts.items()}
+        news = {cause: number for cause, number in more.items() if number}
+        if news or plugins != told_plugins:
+            self.send(messages.Facts(plugins, news))
+            self._told = (list(plugins), dict(restarts))
+
+    def see(self, message: messages.Seen) -> None:
+        self.gauges = message.cells if message.first else self.gauges + message.cells
 
     def flush(self) -> None:
         if self.peer is not None:
@@ -142,29 +161,34 @@ class DispatcherChild:
         self.pid = self.peer = self.report = self.hello = None
 
 
-class ApiChild:
-    """gunicorn as a child of the master (``--with-api``).
+class ServiceChild:
+    """A child that serves on a port of its own (``name``, run by ``module``), started again when it dies.
 
     The master binds the socket and passes it on: after a kill -9 of gunicorn's arbiter its workers held the
-    port for 13 s. They are one process group, killed together.
+    port for 13 s. A child and what it forks are one process group, killed together.
     """
 
-    def __init__(self, env: dict[str, str], config: Config) -> None:
+    name = ""
+    module = ""
+
+    def __init__(self, env: dict[str, str], host: str, port: int) -> None:
         self._env = env
         self.pid: int | None = None
         self.stopping = False
-        self.respawn = Respawn(API_BACKOFF_MAX_S)
-        family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
+        self.respawn = Respawn(SERVICE_BACKOFF_MAX_S)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._bind(config.api.host, config.api.port)
-            self.exposed = keys.beyond([self.listener])
-            keys.load(config.api, self.exposed)  # refused here, it is not refused again and again there
+            self._bind(host, port)
+            self._check()
         except (OSError, ConfigError):
             self.listener.close()
             raise
         self.listener.listen(1024)
+
+    def _check(self) -> None:
+        """Refuse by :class:`ConfigError` to serve on what was bound."""
 
     def _bind(self, host: str, port: int) -> None:
         deadline, said = boottime() + PORT_PATIENCE_S, False
@@ -173,26 +197,28 @@ class ApiChild:
                 return self.listener.bind((host, port))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or boottime() >= deadline:
-                    raise
+                    reason = error.strerror or error
+                    raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
             if not said:
-                log.warning("api port is taken, waiting for it", port=port, seconds=PORT_PATIENCE_S)
+                log.warning(f"{self.name} port is taken, waiting for it", port=port, seconds=PORT_PATIENCE_S)
                 said = True
             time.sleep(0.05)
 
     def start(self) -> None:
+        """:class:`OSError` if that cannot be."""
         argv = process.python_argv(
-            "aqd.api.server", "--fd", str(process.FIRST_PASSED_FD), "--parent", str(os.getpid())
+            self.module, "--fd", str(process.FIRST_PASSED_FD), "--parent", str(os.getpid())
         )
         self.pid = process.spawn(argv, self._env, [self.listener.fileno()], blocked=False)
         self.respawn.begin(boottime())
 
     def exited(self, status: ExitStatus) -> None:
-        """Its arbiter has ended."""
+        """It has ended (of the API: its arbiter)."""
         expected = self.stopping and status.ok
         if expected:
-            log.debug("api ended", child=self.pid, status=str(status))
+            log.debug(f"{self.name} ended", child=self.pid, status=str(status))
         else:
-            log.warning("api ended", child=self.pid, status=str(status))
+            log.warning(f"{self.name} ended", child=self.pid, status=str(status))
         self.pid = None
         self.stopping = False
         self.respawn.ended(boottime(), at_once=expected)
@@ -203,3 +229,70 @@ class ApiChild:
             self.stopping = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
+
+
+class ApiChild(ServiceChild):
+    """gunicorn (``--with-api``)."""
+
+    name, module = "api", "aqd.api.server"
+
+    def __init__(self, env: dict[str, str], config: Config) -> None:
+        self._api = config.api
+        super().__init__(env, config.api.host, config.api.port)
+
+    def _check(self) -> None:
+        self.exposed = keys.beyond([self.listener])
+        keys.load(self._api, self.exposed)  # refused here, it is not refused again and again there
+
+
+class ExporterChild(ServiceChild):
+    """The node's metrics (``daemon.metrics_port``)."""
+
+    name, module = "exporter", "aqd.exporter"
+
+
+class Services:
+    """All of them that are wanted."""
+
+    def __init__(
+        self, env: dict[str, str], config_path: str | None, config: Config, *, with_api: bool
+    ) -> None:
+        self.all: list[ServiceChild] = []
+        env = env | ({"AQD_CONFIG": config_path} if config_path else {})
+        self.api = ApiChild(env, config) if with_api else None
+        if self.api is not None:
+            self.all.append(self.api)
+        daemon = config.daemon
+        if daemon.metrics_port:
+            self.all.append(ExporterChild(without_secrets(env), daemon.metrics_host, daemon.metrics_port))
+
+    def pids(self) -> list[int]:
+        """Of those that run."""
+        return [service.pid for service in self.all if service.pid is not None]
+
+    def start(self, now: float) -> None:
+        """Start those that do not run and may."""
+        for service in self.all:
+            if service.pid is None and now >= service.respawn.not_before:
+                try:
+                    service.start()
+                except OSError as error:
+                    log.error(f"{service.name} cannot be started", error=str(error))
+                    service.respawn.ended(boottime())
+
+    def stop(self) -> None:
+        for service in self.all:
+            service.stop()
+
+    def before_reaping(self, pid: int) -> None:
+        """What they have forked ends with them, while the number is still theirs."""
+        if pid in self.pids():
+            process.signal_group(pid, signal.SIGKILL)
+
+    def exited(self, pid: int, status: ExitStatus) -> bool:
+        """Whether ``pid`` was one of them."""
+        for service in self.all:
+            if service.pid == pid:
+                service.exited(status)
+                return True
+        return False

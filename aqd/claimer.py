@@ -175,8 +175,12 @@ class Claimer(threading.Thread):
     def _claim(self, wanted: Wish) -> bool:
         """Claim and deliver; whether anything was there."""
         asked_ns = boottime_ns()
-        # Asked once more on the connection: it may have taken a while to make it.
-        jobs = self.session.run(lambda conn: [] if self.stopping else self.book.claim(conn, wanted))
+
+        def claim_jobs(conn: Connection) -> list[ClaimedJob]:
+            # Asked once more on the connection: it may have taken a while to make it.
+            return [] if self.stopping else self.book.claim(conn, wanted)
+
+        jobs = self.session.run(claim_jobs)
         if not jobs:
             return False
         self.wanted = NOTHING  # until the main thread has seen these

@@ -89,6 +89,8 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     recycle_memory_mb: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     reserved: dict[str, int] = msgspec.field(default_factory=dict)
     aging_s: Annotated[float, Meta(ge=0, le=_DAY_S)] = 60.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
 
 
 class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -142,6 +144,7 @@ class Keeper(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     node_ttl_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 30.0
     history_days: Annotated[int, Meta(ge=1, le=3650)] = 14
     failed_days: Annotated[int, Meta(ge=1, le=3650)] = 90
+    figures_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
 
 
 class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -263,7 +266,13 @@ def decode(data: bytes) -> Config:
 
 
 # What a reload cannot change: other processes find the daemon by it, or hold outcomes for that database.
-RESTART_ONLY = ("database.url", "daemon.runtime_dir", "daemon.node_name")
+RESTART_ONLY = (
+    "database.url",
+    "daemon.runtime_dir",
+    "daemon.node_name",
+    "daemon.metrics_host",
+    "daemon.metrics_port",
+)
 
 
 def keep(old: Config, new: Config, keys: Iterable[str]) -> tuple[Config, list[str]]:

@@ -93,6 +93,8 @@ class Dispatcher:
         )
         self.recorder = Recorder(config, start.node_id, self._post, self._schema)
         self.keeper = Caretaker(start, self._schema)
+        self.keeper.time(self.claimer.session, self.recorder.session)
+        self.recorder.figures = self.keeper.counted
         self.epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
         self._next_renew = self._next_report = self._next_reconcile = 0.0
@@ -236,6 +238,7 @@ class Dispatcher:
                 self.recorder.session.silent_s(boottime()),
             )
         )
+        self.keeper.pass_figures(self.master.send, len(types), listening)
 
     # --- from the master
 
@@ -266,6 +269,8 @@ class Dispatcher:
                     link.retiring = True
                     self._recall(link)
                     self._maybe_retired(link)
+            case messages.Facts():
+                self.keeper.learn(message)
             case messages.Drain():
                 self.draining = self.keeper.draining = True
                 self.claimer.stop()
@@ -282,7 +287,7 @@ class Dispatcher:
         """Everything of ours is recorded, or it must wait for the successor."""
         if boottime() >= self.hand_over_until or not self.recorder.session.up:
             return True
-        return self._nothing_under_way()
+        return self._nothing_under_way() and self.keeper.finished()
 
     def _nothing_under_way(self) -> bool:
         """No claim, and nothing that waits to be given or recorded."""

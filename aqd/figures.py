@@ -92,6 +92,12 @@ METRICS: Final = {
     ),
     "slots": Metric("aqd_slots", "Slots of live nodes.", ("node",), gauge=True),
     "busy": Metric("aqd_slots_busy", "Slots that are running a job.", ("node",), gauge=True),
+    "database_up": Metric(
+        "aqd_database_up", "Whether the daemon reaches the database.", ("node",), gauge=True
+    ),
+    "generation": Metric(
+        "aqd_generation", "The generation of configuration and plugins that serves.", ("node",), gauge=True
+    ),
     "listener_up": Metric(
         "aqd_listener_up", "Whether the node is woken by notifications.", ("node",), gauge=True
     ),

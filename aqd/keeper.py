@@ -11,7 +11,8 @@ vacuum          ``aqd.jobs`` stays small; says who holds an old snapshot when it
 history         partitions beyond ``history_days`` are detached and dropped
 failed          failed jobs beyond ``failed_days`` are deleted with their records and attempts
 keys            idempotency keys that have expired are deleted
-nodes           nodes that ended without a word are forgotten
+nodes           nodes that ended without a word are forgotten, their figures kept
+stats           what is known of each queue and type, and of vacuum, as a snapshot for readers
 ==============  ==============================================================================
 
 Promises: every duty is safe to do twice, to do nowhere for a while, and to break off anywhere; each statement
@@ -39,12 +40,14 @@ from aqd.database import (
     run,
 )
 from aqd.log import Suppressor, describe, get_logger
+from aqd.store import figures
 
 # Dead rows of aqd.jobs from which on it is vacuumed, and how often it is looked at.
 VACUUM_DEAD_ROWS: Final = 20_000
 VACUUM_S: Final = 2.0
 PARTITIONS_S: Final = 3600.0
 RETENTION_S: Final = 600.0
+FIGURES_S: Final = 60.0
 KEYS_S: Final = 60.0
 # A node is dead after node_ttl_s; its row is kept this many times longer, to be seen.
 FORGET_NODE_FACTOR: Final = 10
@@ -104,6 +107,8 @@ class Keeper:
             _Duty("failed", RETENTION_S, self._prune_failed, elected=2),
             _Duty("attempts", RETENTION_S, self._prune_attempts, elected=3),
             _Duty("keys", KEYS_S, self._prune_keys, elected=4),
+            _Duty("stats", cfg.keeper.figures_s, self._refresh_stats, elected=5),
+            _Duty("figures", FIGURES_S, self._tidy_figures, elected=6),
         ]
         self._complaints = Suppressor(_COMPLAIN_S)
         self._vacuumed_under: str | None = None
@@ -260,6 +265,24 @@ class Keeper:
     def _prune_keys(self, conn: Connection) -> bool:
         # Cleaning only: an expired key is free whether or not its row is still there.
         return execute(conn, "prune_keys", limit=BATCH)[1] >= BATCH
+
+    def _refresh_stats(self, conn: Connection) -> bool:
+        # Once for all nodes: the one that did it last says when and at what cost.
+        if figures.stats_are_fresh(conn, self._cfg.keeper.figures_s, COST_FACTOR, MAX_PAUSE_S):
+            return False
+        health = figures.refresh_stats(conn)
+        if health.old_transaction:
+            self._complain(
+                "an old transaction holds back vacuum",
+                held_by=health.holder,
+                age_s=round(health.oldest_transaction_s or 0.0),
+            )
+        return False
+
+    def _tidy_figures(self, conn: Connection) -> bool:
+        figures.fold_figures(conn)
+        figures.prune_minutes(conn)
+        return False
 
     def _complain(self, event: str, **fields: object) -> None:
         write, suppressed = self._complaints.allow(event)

@@ -37,7 +37,7 @@ from aqd import (
     strays,
     systemd,
 )
-from aqd.children import ApiChild, DispatcherChild, child_environment, without_secrets
+from aqd.children import DispatcherChild, Services, child_environment, without_secrets
 from aqd.config import Config
 from aqd.crew import Crew
 from aqd.errors import AqdError, ConfigError, Exit
@@ -92,9 +92,8 @@ class Master:
             closed=self._loader_closed,
         )
         self.dispatcher = DispatcherChild(env)
-        self.api = (
-            ApiChild(env | ({"AQD_CONFIG": config_path} if config_path else {}), cfg) if with_api else None
-        )
+        self.services = Services(env, config_path, cfg, with_api=with_api)
+        self.api = self.services.api
         self.hunt = strays.Hunt(self.node_id, self._known_children, self.generations.sessions)
         self.crew.worker_died = lambda pid, incarnation, orderly: self.hunt.worker_died(
             pid, incarnation, boottime(), orderly=orderly
@@ -181,8 +180,8 @@ class Master:
                 self._read_dispatcher()
                 self._dispatcher_closed()
                 self.dispatcher.exited(exit_status)
-            elif self.api is not None and pid == self.api.pid:
-                self.api.exited(exit_status)
+            elif self.services.exited(pid, exit_status):
+                pass
             elif self.generations.exited(pid, exit_status):
                 if self.generations.serving is None:
                     self.crew.loader, self.plan.loader_up = None, False
@@ -192,13 +191,12 @@ class Master:
     def _before_reaping(self, pid: int) -> None:
         """What dies with a child, while the child's number is still its own."""
         self.crew.before_reaping(pid)
-        if self.api is not None and pid == self.api.pid:
-            process.signal_group(pid, signal.SIGKILL)  # gunicorn's workers with their arbiter
+        self.services.before_reaping(pid)
 
     def _known_children(self) -> set[int]:
         """Whoever is a child of ours by right: all others were adopted."""
-        others = (self.dispatcher.pid, self.api.pid if self.api else None)
-        return self.crew.pids() | self.generations.pids() | {pid for pid in others if pid is not None}
+        others = {*self.services.pids(), *([self.dispatcher.pid] if self.dispatcher.pid is not None else [])}
+        return self.crew.pids() | self.generations.pids() | others
 
     def _start_children(self, now: float) -> None:
         if self._done_serving():
@@ -208,8 +206,7 @@ class Master:
             self._start_dispatcher()  # beside the first loader: each takes a third of a second
         if self.draining_until is not None:
             return
-        if self.api is not None and self.api.pid is None and now >= self.api.respawn.not_before:
-            self._start_api(self.api)
+        self.services.start(now)
         idle = self.generations.serving is None and self.generations.candidate is None
         if (
             (idle or self._reload_again)
@@ -218,13 +215,6 @@ class Master:
         ):
             # The loader has died, or a reload came during another: files may have changed, load all anew.
             self.reload("again" if self._reload_again else "loader lost")
-
-    def _start_api(self, api: ApiChild) -> None:
-        try:
-            api.start()
-        except OSError as error:
-            logger.error("api cannot be started", error=str(error))
-            api.respawn.ended(boottime())
 
     # --- generations
 
@@ -423,6 +413,11 @@ class Master:
                 self.plan.recycle(incarnation)
             case messages.Report():
                 self.dispatcher.report = message
+                self.dispatcher.tell_facts(self.served.plugins if self.served else [], self.crew.restarts)
+            case messages.Counted(cells):
+                self.dispatcher.figures.add(cells)
+            case messages.Seen():
+                self.dispatcher.see(message)
             case messages.Drained():
                 self.dispatcher.drained = True
 
@@ -446,8 +441,7 @@ class Master:
         self.generations.abandon_candidate()
         self.plan.draining = True
         self.dispatcher.send(messages.Drain())
-        if self.api is not None:
-            self.api.stop()
+        self.services.stop()
         self._reloads.answer({"ok": False, "error": "the daemon is stopping"}, self.generations.last + 1)
 
     def _give_up(self, code: Exit) -> None:
@@ -476,13 +470,13 @@ class Master:
             if not self.dispatcher.handing_over and (self.dispatcher.drained or self.dispatcher.peer is None):
                 self.dispatcher.hand_over()
             return False
-        return self.api is None or self.api.pid is None
+        return not self.services.pids()
 
     def _end(self) -> None:
         """Nothing is left behind: not a process, not a socket, not a pid file (its lock goes with us)."""
         self.crew.kill_all()
         self.generations.close()
-        for pid in (self.dispatcher.pid, self.api.pid if self.api else None):
+        for pid in (self.dispatcher.pid, *self.services.pids()):
             if pid is not None:
                 process.signal_group(pid, signal.SIGKILL)
         deadline = boottime() + 2.0
@@ -505,6 +499,8 @@ class Master:
         match command:
             case "status":
                 client.answer(status.describe(self))
+            case "metrics":
+                client.answer(status.metrics(self))
             case "reload":
                 if self.draining_until is not None:
                     client.answer({"ok": False, "error": "the daemon is stopping"})
@@ -516,7 +512,7 @@ class Master:
                 self.stop("aqd stop")
             case _:
                 client.answer(
-                    {"ok": False, "error": f"unknown command {command[:64]!r}; known: status, reload, stop"}
+                    {"ok": False, "error": f"unknown command {command[:64]!r}; known: status, metrics, reload, stop"}
                 )
 
     @property
@@ -583,7 +579,7 @@ def main(config_path: str | None = None, with_api: bool = False) -> int:
             try:
                 master = Master(loaded, config_path, with_api, signals)
             except OSError as error:
-                where = f"{cfg.api.host}:{cfg.api.port}" if with_api else str(config.control_socket(cfg))
+                where = config.control_socket(cfg)
                 raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
             return int(_run(master))
     except AqdError as error:

@@ -7,9 +7,10 @@ master → loader        :class:`Load`, :class:`SpawnWorker` (+ channel, page, o
 loader → master        :class:`Importing`, :class:`Loaded`, :class:`LoadRefused`, :class:`Spawned`
 master → dispatcher    :class:`Start`, :class:`Attach` (+ channel, page, output), :class:`AttachedAll`,
                        :class:`Serve`, :class:`Exited`, :class:`Recalled`, :class:`Retire`, :class:`Drain`,
-                       :class:`HandOver`
+                       :class:`Facts`, :class:`HandOver`
 dispatcher → master    :class:`Hello`, :class:`Recall`, :class:`Retired`, :class:`Settled`, :class:`Fence`,
-                       :class:`Cancel`, :class:`Recycle`, :class:`Watch`, :class:`Report`, :class:`Drained`
+                       :class:`Cancel`, :class:`Recycle`, :class:`Watch`, :class:`Report`, :class:`Counted`,
+                       :class:`Seen`, :class:`Drained`
 dispatcher → worker    :class:`Frame` (+ memfds of large payloads)
 worker → dispatcher    :class:`Up`, :class:`Done`, :class:`Broken` (+ memfds of a large result, a long output)
 =====================  ==========================================================================
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 
 from aqd.config import Config
+from aqd.figures import Cell
 from aqd.hookspecs import HandlerInfo, PluginInfo
 
 
@@ -152,6 +154,14 @@ class Drain(_Message):
     """Claim nothing more, release what is unstarted, go on renewing; answer :class:`Drained`."""
 
 
+class Facts(_Message):
+    """What only the master knows: the plugins that serve, and how many workers ended before their time since it said
+    so last, by cause."""
+
+    plugins: list[PluginInfo]
+    restarts: dict[str, int]
+
+
 class HandOver(_Message):
     """Stop claiming, record what can be recorded at once, and exit: a successor takes over."""
 
@@ -217,6 +227,19 @@ class Report(_Message):
     types: dict[int, str]
     counters: dict[str, int]
     silent_s: float = 0.0
+
+
+class Counted(_Message):
+    """What was counted since the last such message, to be added up."""
+
+    cells: list[Cell]
+
+
+class Seen(_Message):
+    """The present gauges of the queues and the database; all of them are new from ``first`` on."""
+
+    cells: list[Cell]
+    first: bool
 
 
 class Drained(_Message):
@@ -287,8 +310,10 @@ class Broken(_Message):
 
 ToLoader = Load | SpawnWorker
 FromLoader = Importing | Loaded | LoadRefused | Spawned
-ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire | Drain | HandOver
-FromDispatcher = Hello | Recall | Retired | Settled | Fence | Cancel | Recycle | Watch | Report | Drained
+ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire | Drain | Facts | HandOver
+FromDispatcher = (
+    Hello | Recall | Retired | Settled | Fence | Cancel | Recycle | Watch | Report | Counted | Seen | Drained
+)
 FromWorker = Up | Done | Broken
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode

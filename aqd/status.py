@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aqd import __version__
+from aqd.figures import Cell, gauge
 from aqd.process import boottime
 from aqd.slots import Slot, State
 
@@ -49,6 +50,21 @@ def describe(master: "Master") -> dict[str, Any]:
     }
 
 
+def metrics(master: "Master") -> dict[str, Any]:
+    """What :func:`aqd.metrics.of_daemon` makes text of: figures since the start, and gauges, as cells."""
+    report, node = master.dispatcher.report, master.node_name
+    own = [
+        gauge("slots", master.plan.count, node),
+        gauge("busy", len(master.crew.busy()), node),
+        gauge("listener_up", report is not None and report.listener_up, node),
+        gauge("database_up", report is not None and report.database_up, node),
+        gauge("generation", master.plan.serving or 0, node),
+        *(Cell("restarts", (cause,), number) for cause, number in master.crew.restarts.items()),
+    ]
+    cells = [*own, *master.dispatcher.gauges, *master.dispatcher.figures.cells()]
+    return {"ok": True, "cells": msgspec.to_builtins(cells)}
+
+
 def line(master: "Master") -> str:
     """One line for ``systemctl status``."""
     report = master.dispatcher.report
@@ -66,8 +82,9 @@ def _processes(master: "Master") -> list[dict[str, Any]]:
             found.append({"role": "loader", "pid": loader.pid, "generation": loader.generation})
     if master.dispatcher.pid is not None:
         found.append({"role": "dispatcher", "pid": master.dispatcher.pid})
-    if master.api is not None and master.api.pid is not None:
-        found.append({"role": "api", "pid": master.api.pid})
+    for service in master.services.all:
+        if service.pid is not None:
+            found.append({"role": service.name, "pid": service.pid})
     return found
 
 

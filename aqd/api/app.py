@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import falcon
 
-from aqd.api import problems
+from aqd.api import problems, tally
 from aqd.api.auth import Guard
 from aqd.api.endpoint import PREFIX, Endpoint, Resource, Services
 from aqd.api.pool import Pool
 from aqd.api.routes import ENDPOINTS
+from aqd.api.waiters import Waiters
 from aqd.config import Config
 from aqd.keys import Ring
 
@@ -20,11 +21,12 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
     """The WSGI callable, with what must be closed at the end."""
 
     def __init__(self, cfg: Config, ring: Ring) -> None:
-        middleware: list[Any] = [_Headers()]
+        counts = tally.shared()
+        middleware: list[Any] = [tally.Middleware(counts, PREFIX), _Headers()]
         if cfg.api.cors_origins:
             middleware.append(_Cors(frozenset(cfg.api.cors_origins)))
         super().__init__(middleware=middleware)
-        self.services = Services(cfg, Pool(cfg), Guard(cfg, ring))
+        self.services = Services(cfg, Pool(cfg), Guard(cfg, ring), Waiters(cfg))
         # Both, because Falcon has a handler of its own for its own errors, which is closer to them.
         self.add_error_handler(Exception, problems.handle)
         self.add_error_handler(falcon.HTTPError, problems.handle)
@@ -32,13 +34,19 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
         paths: dict[str, list[Endpoint]] = {}
         for endpoint in ENDPOINTS:
             paths.setdefault(endpoint.path, []).append(endpoint)
+            counts.add_route(endpoint.method, endpoint.path)
         for path, endpoints in paths.items():
             resource = Resource(endpoints, self.services)
             self.add_route(path, resource)
             self.add_route(PREFIX + path, resource)
 
+    def drain(self) -> None:
+        """The process is to stop: whoever waits for a job is answered."""
+        self.services.waiters.drain()
+
     def close(self) -> None:
         """Close the database connections."""
+        self.services.waiters.close()
         self.services.pool.close()
 
 

@@ -25,7 +25,7 @@ from gunicorn import glogging  # type: ignore[import-untyped]
 from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
 
 from aqd import config, keys, log, paths, process, systemd
-from aqd.api import app, body
+from aqd.api import app, body, tally
 from aqd.api.gate import GateWorker
 from aqd.config import Config
 from aqd.errors import AqdError, Exit, WorldError
@@ -45,6 +45,7 @@ def run(cfg: Config, config_path: str | None, *, fd: int | None = None) -> int:
     elif os.environ.get("LISTEN_PID") != str(os.getpid()):  # else systemd has bound the socket
         fd = _listen(cfg.api.host, cfg.api.port)
     _raise_file_limit()
+    tally.shared()  # before the fork: all workers count in the same memory
     server = Server(cfg, config_path, fd)
     try:
         server.run()

@@ -42,6 +42,10 @@ class _Commands(click.Group):
         "submit": "submit",
         "jobs": "jobs",
         "failed": "jobs",
+        "queues": "figures",
+        "types": "figures",
+        "nodes": "figures",
+        "metrics": "figures",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

@@ -5,6 +5,7 @@ cost a scan of the live jobs. Whoever reads gets what stands there already: a fe
 Snapshots name at most :data:`NAMES_MAX` queues and types, those with most live jobs first.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -61,6 +62,7 @@ class TableHealth(msgspec.Struct, kw_only=True):
     """What vacuum has to do with ``aqd.jobs`` and what holds it back."""
 
     dead_rows: int = 0
+    cost_s: float = 0.0  # of the snapshot
     oldest_transaction_s: float | None = None
     holder: str | None = None
 
@@ -147,8 +149,18 @@ def prune_minutes(conn: Connection) -> int:
     return execute(conn, "prune_minutes")[1]
 
 
+def stats_are_fresh(conn: Connection, interval_s: float, cost_factor: float, pause_max_s: float) -> bool:
+    """Whether somebody has made snapshots within ``interval_s``, or so lately that the next ones would cost more than
+    one part in ``cost_factor`` of the time."""
+    for _, data, age_s in run(conn, "get_stats", kind="table"):
+        cost_s = msgspec.json.decode(data, type=TableHealth).cost_s
+        return bool(age_s < max(interval_s * 0.9, min(cost_s * cost_factor, pause_max_s)))
+    return False
+
+
 def refresh_stats(conn: Connection) -> TableHealth:
     """Count, and write the snapshots down. To be called inside a transaction, whose planner settings it changes."""
+    began = time.monotonic()
     run(conn, "allow_scans")
     health = TableHealth()
     health.dead_rows, health.oldest_transaction_s, health.holder = run(conn, "table_health")[0]
@@ -164,7 +176,8 @@ def refresh_stats(conn: Connection) -> TableHealth:
     for queue, type, outcome, count in run(conn, "last_hour"):
         for found in (queues[queue], types[type]):
             found.hour[outcome] = found.hour.get(outcome, 0) + count
-    rows = [{"kind": "table", "name": "jobs", "data": health}]
+    health.cost_s = time.monotonic() - began
+    rows: list[dict[str, Any]] = [{"kind": "table", "name": "jobs", "data": health}]
     for kind, sums in (("queue", queues), ("type", types)):
         kept = sorted(sums.items(), key=lambda item: (-item[1].counts.live, item[0]))[:NAMES_MAX]
         rows += [{"kind": kind, "name": name, "data": found.stats(window_s)} for name, found in kept]

@@ -88,6 +88,7 @@ SAMPLES = {
     "plugins.dir": ("/srv/plugins", "/srv/plugins"),
     "plugins.settings": ('{ shell = { allow = ["/bin/ls"] } }', {"shell": {"allow": ["/bin/ls"]}}),
     "api.host": ("0.0.0.0", "0.0.0.0"),
+    "daemon.metrics_host": ("0.0.0.0", "0.0.0.0"),
     "api.admin_api_key": ("key", "key"),
     "api.keys": ("a:read:sixteen-characters", "a:read:sixteen-characters"),
     "api.keys_file": ("/etc/aqd/keys.toml", "/etc/aqd/keys.toml"),
