@@ -28,6 +28,7 @@ MAX_TOLD: Final = 20
 # Deeper than any job may be, so that a job which is too deep is one fault of a batch and not all of it.
 _BATCH_DEPTH: Final = 3 * strict_json.MAX_DEPTH
 _CONFLICT_TRIES: Final = 8
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
 
 
@@ -94,21 +95,13 @@ def read_batch(data: bytes, req: falcon.Request, services: Services) -> Batch:
     text = strict_json.decode(data, "")
     if strict_json.depth_exceeds(text, _BATCH_DEPTH):
         raise InputError("", f"is nested deeper than {strict_json.MAX_DEPTH} levels", strict_json.MAX_DEPTH)
-    try:
-        raw = bytes(_OUTER.decode(text).jobs)
-        pieces = _JOBS.decode(raw) if raw.startswith(b"[") else None
-    except msgspec.MsgspecError:
-        # No JSON at all, or no object: this says where, and why.
-        given = strict_json.parse(text, "", services.max_body, _BATCH_DEPTH)
-        raise InputError("", f"the body must be a JSON object, not {strict_json.kind_of(given)}") from None
-    # The rest of the object, strictly: a name that stands twice, or is unknown, is seen here.
-    rest = strict_json.parse(text.replace(raw.decode(), "null", 1), "", services.max_body, _BATCH_DEPTH)
+    rest, pieces = _split(data, text, services.max_body)
     for name in rest:
         if name not in BatchBody.__struct_fields__:
             known = ", ".join(BatchBody.__struct_fields__)
             raise InputError(strict_json.path_of((None, name), ""), f"unknown field; known are {known}")
-    if pieces is None:
-        kind = strict_json.kind_of(strict_json.parse(raw.decode(), "jobs", services.max_body, _BATCH_DEPTH))
+    if not isinstance(pieces, list):
+        kind = strict_json.kind_of(pieces)
         raise InputError("jobs", "is missing" if "jobs" not in rest else f"must be an array, not {kind}")
     if not 1 <= len(pieces) <= job.MAX_BATCH:
         raise InputError("jobs", f"are {len(pieces)}, not 1 to {job.MAX_BATCH}", f"1..{job.MAX_BATCH}")
@@ -116,11 +109,39 @@ def read_batch(data: bytes, req: falcon.Request, services: Services) -> Batch:
     if not isinstance(atomic, bool):
         raise InputError("atomic", f"must be true or false, not {strict_json.kind_of(atomic)}")
     most = services.cfg.jobs.max_payload_bytes
-    batch = Batch([_one(bytes(piece), most) for piece in pieces], atomic)
+    batch = Batch([_one(piece, most) for piece in pieces], atomic)
     faults = [(n, each) for n, each in enumerate(batch.jobs) if isinstance(each, InputError)]
     if atomic and faults:
         raise _refused(faults)
     return batch
+
+
+def _split(data: bytes, text: str, most: int) -> tuple[dict[str, Any], Any]:
+    """The body without its jobs, and the jobs' own texts; something else than a list if they are no array.
+
+    msgspec finds where each begins and ends without reading them, but stops at half a surrogate pair, which is one
+    job's fault: it gets a copy of the same length without any.
+    """
+    copy = _SURROGATES.sub(rb"\\u0041", data)
+    try:
+        raw = bytes(_OUTER.decode(copy).jobs)
+        parts = _JOBS.decode(raw) if raw.startswith(b"[") else None
+    except msgspec.MsgspecError:
+        # No JSON at all, or no object: this says where, and why.
+        given = strict_json.parse(text, "", most, _BATCH_DEPTH)
+        raise InputError("", f"the body must be a JSON object, not {strict_json.kind_of(given)}") from None
+    at = copy.find(raw)  # -1 if there are no jobs
+    without = data if at < 0 else data[:at] + b"null" + data[at + len(raw) :]
+    # The rest, strictly: a name that stands twice, or is unknown, is seen here.
+    rest: dict[str, Any] = strict_json.parse(without.decode(), "", most, _BATCH_DEPTH)
+    if parts is None:
+        return rest, strict_json.parse(raw.decode(), "jobs", most, _BATCH_DEPTH)
+    pieces = []
+    for part in parts:
+        at = copy.index(bytes(part), at)  # behind the one before there are a comma and white space only
+        pieces.append(data[at : at + len(part)])
+        at += len(part)
+    return rest, pieces
 
 
 def _one(piece: bytes, most: int) -> JobRequest | InputError:
