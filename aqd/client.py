@@ -191,6 +191,8 @@ def enqueue_many(
     """
     hours = job.check_key_ttl(idempotency_ttl_hours)
     answers: list[EnqueuedJob] = []
+    if not conn.autocommit:
+        conn.execute("")  # begins: transaction() as the first of a transaction would also commit it
     with _tuple_rows(conn), conn.transaction():
         for requests in _in_chunks(jobs):
             found = store.enqueue_many(conn, requests, ttl_hours=hours)
@@ -207,6 +209,8 @@ async def enqueue_many_async(
     """As :func:`enqueue_many`, on an asynchronous connection."""
     hours = job.check_key_ttl(idempotency_ttl_hours)
     answers: list[EnqueuedJob] = []
+    if not conn.autocommit:
+        await conn.execute("")
     async with conn.transaction():
         for requests in _in_chunks(jobs):
             found: dict[int, EnqueuedJob] = {}
