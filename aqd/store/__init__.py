@@ -83,7 +83,7 @@ from aqd.store.nodes import (
     node_seen,
 )
 from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
-from aqd.store.steps import Step, Steps, drive_async, drive_by, run_step
+from aqd.store.steps import Step, Steps, drive, drive_async, drive_by, run_step
 from aqd.store.submit import enqueue, enqueue_many
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
 from aqd.store.wait import announce_wait, find_ended, tell_ended
@@ -136,6 +136,7 @@ __all__ = [
     "delete_steps",
     "discard_job",
     "discard_steps",
+    "drive",
     "drive_async",
     "drive_by",
     "enqueue",

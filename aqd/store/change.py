@@ -120,8 +120,7 @@ def discard_job(conn: Connection, id: int, reason: str, by: str) -> str:
 
 def discard_steps(id: int, reason: str, by: str) -> Steps[str]:
     """See :func:`discard_job`."""
-    reason = check_reason(reason)
-    yield from _change_one(Action.DISCARD, id, reason, by)
+    yield from _change_one(Action.DISCARD, id, check_reason(reason), _check_text("by", by))
     return State.CANCELLED
 
 
@@ -215,6 +214,7 @@ def change_jobs_steps(
 ) -> Steps[Changed]:
     """See :func:`change_jobs`."""
     reason = check_reason(reason) if action is Action.DISCARD else ""
+    _check_text("by", by)
     if not isinstance(which, JobFilter):
         return (yield from _change_named(action, list(dict.fromkeys(which)), reason, by, dry_run))
     filters = narrowed(action, which)
@@ -321,11 +321,17 @@ def check_reason(value: object) -> str:
     if value is None:
         raise InputError("reason", "is missing: say why", bound)
     if not isinstance(value, str):
-        raise InputError("reason", f"must be a string, not {kind_of(value)}")
+        raise InputError("reason", f"must be a string, not {kind_of(value)}", bound)
     if not value.strip() or len(value) > MAX_REASON_CHARS:
         raise InputError("reason", f"has {len(value.strip())} characters, not {bound}", bound)
+    return _check_text("reason", value)
+
+
+def _check_text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InputError(field, f"must be a string, not {kind_of(value)}")
     if "\0" in value or any("\ud800" <= each <= "\udfff" for each in value):
-        raise InputError("reason", "contains NUL or a lone surrogate", "Unicode text without NUL")
+        raise InputError(field, "contains NUL or a lone surrogate", "Unicode text without NUL")
     return value
 
 
@@ -358,6 +364,7 @@ def queue_steps(
     """Pause, resume or (``limited``) set the limit of a queue, which need not have jobs yet. What is so already is not
     written down again."""
     name = job.check_name("queue", queue)
+    _check_text("by", by)
     if paused is not None and not isinstance(paused, bool):
         raise InputError("paused", f"must be true or false, not {show(paused)}")
     if max_running is not None:
