@@ -139,7 +139,7 @@ def _check_text(option: Option, text: str) -> str:
         case "log.format":
             text = text.lower()
             _check_choice(text, LOG_FORMATS)
-        case "api.host":
+        case "api.host" | "daemon.metrics_host":
             if not text or re.search(r"[\s/]", text):
                 raise Refused("must be an address or a host name, without port and scheme")
         case "daemon.node_name":
