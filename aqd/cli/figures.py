@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aqd.cli import changes
 from aqd.cli.command import App
 from aqd.cli.db import connect
 
@@ -35,6 +36,10 @@ def metrics_command(app: App) -> None:
 @click.group("queues")
 def queues_command() -> None:
     """Look at queues; pause, resume and limit them."""
+
+
+for _command in changes.OF_QUEUES:
+    queues_command.add_command(_command)
 
 
 @queues_command.command("list")

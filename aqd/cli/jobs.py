@@ -1,30 +1,24 @@
-"""``aqd jobs list|show|retry|cancel``, ``failed list``: jobs, directly in the database.
+"""``aqd jobs list|show``, ``failed list``: jobs, directly in the database.
 
 The same validation and the same statements as the HTTP service and the Python client; ``--json`` prints the
 same documents as the service.
 """
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aqd.cli.command import App, report
+from aqd.cli import changes
+from aqd.cli.command import App
 from aqd.cli.db import connect
 from aqd.cli.filters import filter_options, take_filter
 from aqd.cli.output import cell
 from aqd.cli.waiting import wait_command
-from aqd.errors import AqdError, InputError, NotFoundError, WorldError
+from aqd.errors import InputError, NotFoundError
 from aqd.strict_json import show
 
 if TYPE_CHECKING:
-    from aqd.database import Connection
     from aqd.store import FailedFilter
-
-# Pauses between two looks at jobs that were asked to end.
-FIRST_LOOK_S = 0.05
-LONGEST_PAUSE_S = 1.0
-
 
 _limit = click.option(
     "-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="At most so many."
@@ -34,10 +28,12 @@ _json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 @click.group("jobs")
 def jobs_command() -> None:
-    """Look at jobs, cancel them, try failed ones again."""
+    """Look at jobs, wait for them, change them."""
 
 
 jobs_command.add_command(wait_command)
+for _command in changes.OF_JOBS:
+    jobs_command.add_command(_command)
 
 
 @jobs_command.command("list")
@@ -145,114 +141,12 @@ def show_command(app: App, id_: str, everything: bool, as_json: bool) -> None:
         print_job(row, attempts, everything=everything)
 
 
-@jobs_command.command("retry")
-@click.argument("ids", metavar="ID...", nargs=-1, required=True)
-@click.pass_obj
-def retry_command(app: App, ids: tuple[str, ...]) -> int:
-    """Put FAILED jobs back into the queue as if they were new.
-
-    Jobs for which it is not possible are named and do not keep the others from being retried.
-    """
-    from aqd import store
-
-    def retry(conn: "Connection", number: int) -> None:
-        made = store.retry_job(conn, number)
-        click.echo(f"job {made.id} is {made.state}")
-
-    with connect(app) as conn:
-        return _for_each(conn, ids, retry)
-
-
-def _refuse_nan(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
-    """It is in every range that is tested by what lies outside."""
-    if value is not None and value != value:
-        raise click.BadParameter("nan is not in the range 0<=x<=86400.")
-    return value
-
-
-@jobs_command.command("cancel")
-@click.argument("ids", metavar="ID...", nargs=-1, required=True)
-@click.option(
-    "--wait",
-    "wait_s",
-    type=click.FloatRange(0, 86_400),
-    callback=_refuse_nan,
-    metavar="SECONDS",
-    help="Wait at most so long for running jobs to end; exit code 1 if one has not.",
-)
-@click.pass_obj
-def cancel_command(app: App, ids: tuple[str, ...], wait_s: float | None) -> int:
-    """Cancel jobs: one that waits at once; one that runs is asked to end, and killed if it does not.
-
-    Nothing happens to jobs that have ended. Jobs that do not exist are named and do not keep the others
-    from being cancelled.
-    """
-    from aqd import store
-
-    running: list[int] = []
-
-    def cancel(conn: "Connection", number: int) -> None:
-        found = store.cancel_job(conn, number)
-        if found.state != "PROCESSING":
-            click.echo(f"job {number} is {found.state}")
-        elif wait_s is None:
-            click.echo(f"job {number} is PROCESSING, asked to end")
-        else:
-            running.append(number)
-
-    with connect(app) as conn:
-        code = _for_each(conn, ids, cancel)
-        late = _wait_for_end(conn, running, wait_s) if wait_s is not None else []
-    for number in late:
-        failed = report(WorldError(f"job {number} is still PROCESSING after {wait_s:g} s, asked to end"))
-        code = code or failed
-    return code
-
-
-def _for_each(conn: "Connection", ids: Iterable[str], act: "Callable[[Connection, int], None]") -> int:
-    """``act`` on each id; what fails is reported and the others are done. The first failure's exit code."""
-    import psycopg
-
-    from aqd import job
-
-    code = 0
-    for text in dict.fromkeys(ids):
-        try:
-            act(conn, job.parse_id(text))
-        except (AqdError, psycopg.Error) as error:
-            if conn.broken or conn.closed:
-                raise  # there will be no others
-            failed = report(error)
-            code = code or failed
-    return code
-
-
-def _wait_for_end(conn: "Connection", running: list[int], wait_s: float) -> list[int]:
-    """Print each job's state when it has ended; returns those that have not after ``wait_s``."""
-    import time
-
-    from aqd import store
-
-    waiting, pause = running, FIRST_LOOK_S
-    deadline = time.monotonic() + wait_s
-    while waiting:
-        live = store.job_facts(conn, waiting)  # a job that was asked to end leaves the live jobs when it has
-        for number in waiting:
-            if number not in live and (row := store.get_job(conn, number)) is not None:
-                click.echo(f"job {number} is {row.state}")
-        waiting = [number for number in waiting if number in live]
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        if waiting:
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, LONGEST_PAUSE_S)
-    return waiting
-
-
 @click.group("failed")
 def failed_command() -> None:
-    """Look at the records of jobs that used up their attempts."""
+    """Look at the records of jobs that used up their attempts, and settle them."""
+
+
+failed_command.add_command(changes.discard_command)
 
 
 @failed_command.command("list")

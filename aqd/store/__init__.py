@@ -10,6 +10,7 @@ How it fails: :class:`InputError` for a refused job; errors of psycopg otherwise
 
 from aqd.database import Connection, connect, is_disconnect
 from aqd.store.change import (
+    MAX_RUNNING,
     Action,
     Changed,
     QueueSettings,
@@ -29,7 +30,7 @@ from aqd.store.change import (
     update_job,
     update_steps,
 )
-from aqd.store.filters import JobFilter, job_filter
+from aqd.store.filters import JobFilter, check_ids, job_filter
 from aqd.store.lease import (
     Lease,
     Progress,
@@ -92,6 +93,7 @@ __all__ = [
     "MAX_ERROR",
     "MAX_OUTPUT",
     "MAX_PROGRESS",
+    "MAX_RUNNING",
     "MAX_TRACEBACK",
     "Action",
     "AttemptListing",
@@ -129,6 +131,7 @@ __all__ = [
     "cancelled",
     "change_jobs",
     "change_jobs_steps",
+    "check_ids",
     "connect",
     "create_partitions",
     "declare_handlers",

@@ -95,7 +95,13 @@ def test_every_command_has_help(capsys) -> None:
         ("jobs", "show"),
         ("jobs", "retry"),
         ("jobs", "cancel"),
+        ("jobs", "delete"),
+        ("jobs", "update"),
         ("failed", "list"),
+        ("failed", "discard"),
+        ("queues", "pause"),
+        ("queues", "resume"),
+        ("queues", "limit"),
     }
     for path, each in commands:
         assert each.help, path
@@ -120,7 +126,13 @@ def test_no_command_shows_the_help_and_fails(capsys) -> None:
         (["jobs", "show"], "Missing argument 'ID'"),
         (["jobs", "list", "--limit", "0"], "0 is not in the range"),
         (["jobs", "list", "--state", "DONE"], "'DONE' is not one of"),
-        (["jobs", "cancel"], "Missing argument 'ID...'"),
+        (["jobs", "cancel"], "say which jobs: either by ID, or by options such as --type, or --all"),
+        (["jobs", "delete", "1", "--all"], "say which jobs: either"),
+        (["jobs", "retry", "--type", "x", "--all"], "say which jobs: either"),
+        (["jobs", "cancel", "--all", "--wait", "1"], "--wait goes with IDs alone"),
+        (["jobs", "update", "1"], "nothing to change: give --priority, --run-at or --delay"),
+        (["failed", "discard", "1"], "Missing option '--reason'"),
+        (["queues", "limit", "q"], "Missing argument 'N|none'"),
         (["jobs", "cancel", "1", "--wait", "-1"], "-1.0 is not in the range"),
         (["jobs", "cancel", "1", "--wait", "nan"], "nan is not in the range"),
         (["db", "reset"], "this drops every job and all history; say --yes"),
