@@ -133,14 +133,13 @@ where q.bytes <= :max_bytes::bigint or q.place = 1
 order by q.place
 
 -- name: group_failed :many fresh
--- The newest records that match, at most :most of them, by type or kind of error or both; the largest groups first.
--- failed_now: how many of the jobs are FAILED at the moment, so could be retried. grouped: all records that were
--- looked at, the same in each row (50,000 in 0.4 s, most of it for the lines of their errors).
+-- The newest records that match, at most :most of them, by type or kind of error or both; the largest groups first. Of a
+-- job that is FAILED now its own error counts, by which a filter finds it: the record may say more.
+-- failed_now: how many of the jobs are FAILED at the moment, so could be retried. grouped: how many were looked at,
+-- one more than :most if there are more; the same in each row.
 -- Index: failed_jobs_open_id, the primary key with the settled ones; primary key of jobs.
 with picked as materialized (
-    select r.id, r.job_id, r.failed_at,
-           case when :by_type::boolean then r.type end as type,
-           case when :by_error::boolean then aqd.error_line(r.error) end as error
+    select r.id, r.job_id, r.failed_at, r.type, r.error, row_number() over (order by r.id desc) as place
     from aqd.failed_jobs r
     where (:resolved::boolean or r.resolved_at is null)
       and (:type::text is null or r.type = :type::text)
@@ -151,17 +150,24 @@ with picked as materialized (
       and (:failed_after::timestamptz is null or r.failed_at >= :failed_after::timestamptz)
       and (:failed_before::timestamptz is null or r.failed_at < :failed_before::timestamptz)
     order by r.id desc
-    limit :most::bigint
+    limit :most::bigint + 1
+), lined as (
+    select p.id, p.job_id, p.failed_at, coalesce(j.state = 'FAILED', false) as is_failed,
+           case when :by_type::boolean then p.type end as type,
+           case when :by_error::boolean
+               then aqd.error_line(case when j.state = 'FAILED' then j.last_error else p.error end) end as error
+    from picked p
+    left join aqd.jobs j on j.id = p.job_id
+    where p.place <= :most::bigint
 )
-select p.type, p.error, case when p.error is not null then aqd.error_hash(p.error) end as error_hash,
-       count(*) as count, count(*) filter (where j.state = 'FAILED') as failed_now,
-       min(p.failed_at) as first_failed_at, max(p.failed_at) as last_failed_at,
-       (array_agg(p.job_id order by p.id desc))[1] as sample_job_id,
+select l.type, l.error, case when l.error is not null then aqd.error_hash(l.error) end as error_hash,
+       count(*) as size, count(*) filter (where l.is_failed) as failed_now,
+       min(l.failed_at) as first_failed_at, max(l.failed_at) as last_failed_at,
+       (array_agg(l.job_id order by l.id desc))[1] as sample_job_id,
        (select count(*) from picked) as grouped
-from picked p
-left join aqd.jobs j on j.id = p.job_id
-group by p.type, p.error
-order by count(*) desc, max(p.id) desc
+from lined l
+group by l.type, l.error
+order by count(*) desc, max(l.id) desc
 limit :limit::bigint
 
 -- name: list_attempts :many

@@ -457,7 +457,8 @@ language sql stable as $$
       and (find_jobs.finished_before is null or a.finished_at < find_jobs.finished_before)
       and (find_jobs.error is null or strpos(lower(a.last_error), lower(find_jobs.error)) > 0)
       and (find_jobs.error_hash is null
-           or (a.last_error is not null and aqd.error_hash(a.last_error) = find_jobs.error_hash))
+           or ((a.last_error is not null or a.state = 'FAILED')
+               and aqd.error_hash(a.last_error) = find_jobs.error_hash))
       and (find_jobs.ids is null or a.id = any(find_jobs.ids))
       and (find_jobs.history_after is null or a.finished_at is null or a.finished_at >= find_jobs.history_after)
       and (find_jobs.history_before is null or a.finished_at is null or a.finished_at < find_jobs.history_before)
