@@ -37,6 +37,7 @@ import contextlib
 import email.utils
 import functools
 import http.client
+import io
 import json
 import os
 import re
@@ -398,6 +399,22 @@ def text_of(answer: Answer) -> str:
 # --- the exchange -------------------------------------------------------------------------------------
 
 
+class WholeLines(io.BufferedReader):
+    """http.client takes the end of the connection for the end of the headers: half an answer for a whole one."""
+
+    def readline(self, size: int | None = -1) -> bytes:
+        line = super().readline(size)
+        if not line.endswith(b"\n") and len(line) != size:
+            raise http.client.IncompleteRead(line)
+        return line
+
+
+class Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp: io.BufferedReader = WholeLines(self.fp.detach())
+
+
 def exchange(request: Request, deadline: float, timeout_s: float) -> Answer:
     """One request and its answer. What goes wrong on the way is an :class:`OSError` or HTTPException."""
     late = TimeoutError(f"{what(request)}: no whole answer within {timeout_s:g} s")
@@ -414,6 +431,7 @@ def exchange(request: Request, deadline: float, timeout_s: float) -> Answer:
             connection = http.client.HTTPConnection(request.origin.host.strip("[]"), request.origin.port)
             stack.callback(connection.close)
             connection.sock = sock
+            connection.response_class = Response
             send(connection, request)
             response = stack.enter_context(connection.getresponse())
             answer = receive(request, response)

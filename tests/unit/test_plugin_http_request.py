@@ -450,6 +450,9 @@ def test_a_compressed_answer_is_discarded(server: Server) -> None:
     [
         [],
         [b"nonsense\r\n\r\n"],
+        [b"HTTP/1.1 200 OK"],
+        [b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"],
+        [b"HTTP/1.1 200 OK\r\nContent-Ty"],
         [b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort"],
         [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"],
         [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
