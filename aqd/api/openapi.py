@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import falcon
 import msgspec
@@ -19,7 +19,6 @@ import msgspec
 from aqd import __version__, job
 from aqd.api import documents, problems
 from aqd.api.endpoint import PREFIX, Endpoint
-from aqd.keys import Scope
 
 _REF: Final = "#/components/schemas/{name}"
 _PROBLEM: Final = {"$ref": "#/components/schemas/Problem"}
@@ -65,13 +64,18 @@ _MOMENT: Final = (
     r"-[0-9]{2}-[0-9]{2}[Tt][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?([Zz]|[+-][0-9]{2}:[0-9]{2})$"
 )
 
+_ONE_TIME: Final[dict[str, Any]] = {
+    "not": {
+        "required": ["run_at", "delay_s"],
+        "properties": {"run_at": {"type": "string"}, "delay_s": {"type": "number"}},
+    }
+}
+_ONE_SET: Final[dict[str, Any]] = {"oneOf": [{"required": [name]} for name in ("ids", "filter", "all")]}
+
 # What types cannot say: by component, merged into its schema.
-_BEYOND: Final[Mapping[str, Mapping[str, Any]]] = {
-    "JobBody": {
-        "not": {
-            "required": ["run_at", "delay_s"],
-            "properties": {"run_at": {"type": "string"}, "delay_s": {"type": "number"}},
-        },
+_BEYOND: Final[dict[str, Mapping[str, Any]]] = {
+    "JobBody": _ONE_TIME
+    | {
         "examples": [
             {"type": "generate_pdf", "payload": {"invoice": 4711}},
             {
@@ -90,11 +94,24 @@ _BEYOND: Final[Mapping[str, Mapping[str, Any]]] = {
         ],
     },
 }
+_BEYOND["QueueBody"] = {"minProperties": 1, "examples": [{"max_running": 10}]}
+_BEYOND["DiscardBody"] = {"properties": {"reason": {"pattern": r"\S"}}}
+_BEYOND["BulkBody"] = _ONE_SET | {"examples": [{"filter": {"type": "send_mail"}}, {"ids": ["4711", "4712"]}]}
+_BEYOND["BulkDiscardBody"] = (
+    _ONE_SET
+    | {"properties": {"reason": {"pattern": r"\S"}}}
+    | {"examples": [{"ids": ["4711"], "reason": "the customer has left"}]}
+)
+_BEYOND["UpdateBody"] = _ONE_TIME | {"minProperties": 1, "examples": [{"priority": 50}]}
 _PATH_PARAMETERS: Final[Mapping[str, Any]] = {
     "id": (documents.Id, "The job's id.", "1"),
     "name": (job.Name, "The name.", "default"),
 }
-_HEADER_TYPES: Final[Mapping[str, Any]] = {"Idempotency-Key": (job.Key, "order-4711")}
+# In a header a key with a comma or a quote stands in quotes, or two headers would look like one.
+_HeaderKey = Annotated[
+    str, msgspec.Meta(pattern=r"^[!#-+\--~]([ !#-+\--~]{0,253}[!#-+\--~])?$", max_length=job.MAX_KEY_CHARS)
+]
+_HEADER_TYPES: Final[Mapping[str, Any]] = {"Idempotency-Key": (_HeaderKey, "welcome-4711")}
 
 
 def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
@@ -155,12 +172,47 @@ def _schemas(endpoints: Iterable[Endpoint]) -> tuple[dict[_Place, Any], dict[str
     found, components = msgspec.json.schema_components(list(types.values()), ref_template=_REF)
     for name, more in _BEYOND.items():
         if name in components:
-            components[name] |= more
-    if "JobBody" in components:
-        components["JobBody"]["properties"]["run_at"]["anyOf"][0]["pattern"] = _MOMENT
+            components[name] = _merged(components[name], more)
+    schemas = dict(zip(types, found, strict=True))
+    taken = [schema for (where, *_), schema in schemas.items() if where in ("body", "query")]
+    for name in _reachable(taken, components):
+        _bound_moments(components[name])
+    _bound_moments(taken)
     components["Problem"]["properties"]["type"]["description"] = f"Stable. Known ones:\n\n{problem_table()}"
     tidy = {name: _tidy(components[name]) for name in sorted(components)}
-    return {place: _tidy(schema) for place, schema in zip(types, found, strict=True)}, tidy
+    return {place: _tidy(schema) for place, schema in schemas.items()}, tidy
+
+
+def _merged(schema: Any, more: Any) -> Any:
+    if not isinstance(schema, dict) or not isinstance(more, Mapping):
+        return more
+    return schema | {key: _merged(schema.get(key), value) for key, value in more.items()}
+
+
+def _reachable(
+    schema: Any, components: Mapping[str, Any], seen: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """The components that a schema refers to, directly or not."""
+    if isinstance(schema, list):
+        for item in schema:
+            seen = _reachable(item, components, seen)
+    elif isinstance(schema, dict):
+        name = str(schema.get("$ref", "")).rpartition("/")[2]
+        if name and name not in seen:
+            seen = _reachable(components[name], components, seen | {name})
+        seen = _reachable(list(schema.values()), components, seen)
+    return seen
+
+
+def _bound_moments(schema: Any) -> None:
+    """Moments that are taken, other than those in answers, must be ones that can be stored."""
+    if isinstance(schema, dict):
+        if schema.get("format") == "date-time":
+            schema["pattern"] = _MOMENT
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for item in schema:
+            _bound_moments(item)
 
 
 def _has_schema(kind: Any) -> bool:
@@ -293,8 +345,8 @@ def statuses(endpoint: Endpoint) -> set[int]:
         found |= {401, 403, 503}
     if endpoint.body is not None:
         found |= {413, 415}
-    if endpoint.changes and endpoint.scope is Scope.SUBMIT:
-        found |= {403}
+    if endpoint.params.__struct_fields__:
+        found |= {414}
     return found
 
 
