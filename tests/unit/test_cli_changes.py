@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -21,9 +22,11 @@ Conn = psycopg.Connection[Any]
 
 
 @pytest.fixture
-def conn(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conn]:
+def conn(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Conn]:
     """The database that the commands use."""
     monkeypatch.setenv("DATABASE_URL", database_url)
+    (tmp_path / "empty.toml").touch()
+    monkeypatch.setenv("AQD_CONFIG", str(tmp_path / "empty.toml"))
     with psycopg.connect(database_url, autocommit=True) as conn:
         yield conn
 
