@@ -14,6 +14,7 @@ How it fails: errors of psycopg pass through; :class:`NotEnded` when the time is
 import asyncio
 import contextlib
 import math
+import os
 import select
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -141,7 +142,7 @@ def wait(conn: Connection, id: int | str, timeout_s: float | None = None) -> Job
     number = job.parse_id(str(id))
     until = time.monotonic() + check_timeout(timeout_s)
     while True:
-        with contextlib.closing(watch(conn, [number], _left(until, timeout_s))) as ended:
+        with contextlib.closing(watch(conn, [number], timeout_s, until)) as ended:
             next(ended)
         row = store.get_job(conn, number)
         if row is None:
@@ -157,7 +158,7 @@ async def wait_async(
     number = job.parse_id(str(id))
     until = time.monotonic() + check_timeout(timeout_s)
     while True:
-        async with contextlib.aclosing(watch_async(conn, [number], _left(until, timeout_s))) as ended:
+        async with contextlib.aclosing(watch_async(conn, [number], timeout_s, until)) as ended:
             await anext(ended)
         rows = await _run_async(conn, "get_job_live", str(number)) or await _run_async(
             conn, "get_job_finished", str(number), None
@@ -169,17 +170,16 @@ async def wait_async(
             return row
 
 
-def _left(until: float, timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else max(0.0, until - time.monotonic())
-
-
-def watch(conn: Connection, ids: list[int], timeout_s: float | None = None) -> Generator[int, None, None]:
+def watch(
+    conn: Connection, ids: list[int], timeout_s: float | None = None, until: float | None = None
+) -> Generator[int, None, None]:
     """The ids of these jobs, each when it has ended or is found not to exist.
 
     ``conn`` must be in autocommit mode and outside of a transaction, which would not see what others commit.
-    Raises :class:`InputError` where it is not, and :class:`NotEnded` if some have not ended after ``timeout_s``.
+    Raises :class:`InputError` where it is not, and :class:`NotEnded` if some have not ended after ``timeout_s``,
+    or at the moment ``until`` (monotonic) where waiting has begun before.
     """
-    until = time.monotonic() + check_timeout(timeout_s)
+    until = time.monotonic() + check_timeout(timeout_s) if until is None else until
     _check_connection(conn)
     left = set(ids)
     shared = bool(run(conn, "is_listening")[0][0])
@@ -216,10 +216,13 @@ def watch(conn: Connection, ids: list[int], timeout_s: float | None = None) -> G
 
 
 async def watch_async(
-    conn: psycopg.AsyncConnection[Any], ids: list[int], timeout_s: float | None = None
+    conn: psycopg.AsyncConnection[Any],
+    ids: list[int],
+    timeout_s: float | None = None,
+    until: float | None = None,
 ) -> AsyncGenerator[int, None]:
     """As :func:`watch`, on an asynchronous connection."""
-    until = time.monotonic() + check_timeout(timeout_s)
+    until = time.monotonic() + check_timeout(timeout_s) if until is None else until
     _check_connection(conn)
     left = set(ids)
     shared = bool((await _run_async(conn, "is_listening"))[0][0])
@@ -257,13 +260,16 @@ async def _readable(fd: int, seconds: float) -> bool:
     """Whether there is something to read, within that time."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
+    # A descriptor of our own: a loop has one reader for each, and another task may be using the connection.
+    fd = os.dup(fd)
     try:
+        loop.add_reader(fd, ready.set)
         await asyncio.wait_for(ready.wait(), seconds)
     except TimeoutError:
         return False
     finally:
         loop.remove_reader(fd)
+        os.close(fd)
     return True
 
 
