@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import psycopg
-from psycopg.pq import PGnotify
+from psycopg.pq import PGnotify, TransactionStatus
 from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 
@@ -287,7 +287,8 @@ def _check_connection(conn: psycopg.Connection[Any] | psycopg.AsyncConnection[An
         raise InputError(
             "conn", "must be in autocommit mode to wait on: in a transaction the end of a job is not seen"
         )
-    if conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+    # ACTIVE is no transaction: another thread or task is using the connection.
+    if conn.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
         raise InputError("conn", "is inside a transaction, in which the end of a job is not seen")
 
 

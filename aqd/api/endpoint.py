@@ -20,6 +20,7 @@ from aqd.api import body as bodies
 from aqd.api import problems, query
 from aqd.api.auth import Guard
 from aqd.api.pool import Pool
+from aqd.api.waiters import Waiters
 from aqd.config import Config
 from aqd.errors import InputError
 from aqd.keys import Scope as Scope  # for the routes
@@ -34,6 +35,7 @@ class Services:
     cfg: Config
     pool: Pool
     guard: Guard
+    waiters: Waiters
 
     @property
     def max_body(self) -> int:
