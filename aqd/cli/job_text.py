@@ -77,6 +77,8 @@ def _facts(row: "JobRow") -> dict[str, Any]:
         "interrupted": row.interruptions or None,
         "retries": row.retries or None,
         "error": row.last_error,
+        "tags": row.tags or None,
+        "meta": row.meta,
         "payload": row.payload,
         "result": row.result,
     }

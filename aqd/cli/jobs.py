@@ -77,8 +77,9 @@ def list_command(
     shown = _fields(fields, as_json)
     with connect(app) as conn:
         page = store.list_jobs(conn, filters, cursor, limit, oldest=oldest, fields=shown)
-    if page.window is not None:
-        click.echo(f"aqd: note: {page.window.reason} (now {cell(page.window.finished_after)})", err=True)
+    if page.window is not None and page.next is None:
+        since = cell(page.window.finished_after)
+        click.echo(f"aqd: note: finished jobs since {since} only: {page.window.reason}", err=True)
     if as_json:
         print_json([render.listed_job(row, shown) for row in page.jobs])
         return

@@ -215,8 +215,8 @@ def history_window(filters: JobFilter, *, oldest: bool = False, now: datetime | 
         end = filters.created_before + WINDOW
         end = end if end < now else None
     reason = (
-        f"history has no index for {' and '.join(without)}: of the finished jobs only these were searched; "
-        "give finished_after to say how far back, or a type"
+        f"history has no index for {' and '.join(without)}; give finished_after or created_after to say how far back, "
+        "or a type"
     )
     return Window(begin, end, reason)
 
