@@ -79,7 +79,9 @@ class Server:
     def url(self, name: str) -> str:
         """The URL of the database ``name``."""
         if "://" in self._admin_url:
-            return urlunsplit(urlsplit(self._admin_url)._replace(path=f"/{name}"))
+            parts = urlsplit(self._admin_url)
+            query = "&".join(each for each in parts.query.split("&") if not each.startswith("dbname="))
+            return urlunsplit(parts._replace(path=f"/{name}", query=query))
         return conninfo.make_conninfo(self._admin_url, dbname=name)
 
     def connect(self, url: str) -> Connection:

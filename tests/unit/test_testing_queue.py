@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from psycopg.rows import dict_row
 
 import aqd
@@ -200,6 +201,18 @@ def test_in_the_applications_own_transaction(queue: Queue, options: dict[str, An
         mine.assert_enqueued("note", "high", count=1)
         assert mine.jobs(state="COMPLETED") == mine.jobs()
         conn.rollback()
+    assert queue.jobs() == []
+
+
+def test_in_a_session_of_sqlalchemy(queue: Queue) -> None:
+    engine = sqlalchemy.create_engine(queue.url.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.connect() as session:
+        conn = session.connection.driver_connection
+        client.enqueue(conn, "note", 1)
+        queue.on(conn).drain().assert_completed()
+        session.rollback()
+    engine.dispose()
+    assert ran == [1]
     assert queue.jobs() == []
 
 
