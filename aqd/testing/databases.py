@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import conninfo
@@ -81,7 +81,7 @@ class Server:
         if "://" in self._admin_url:
             parts = urlsplit(self._admin_url)
             query = "&".join(each for each in parts.query.split("&") if not each.startswith("dbname="))
-            return urlunsplit(parts._replace(path=f"/{name}", query=query))
+            return f"{parts.scheme}://{parts.netloc}/{name}" + (f"?{query}" if query else "")
         return conninfo.make_conninfo(self._admin_url, dbname=name)
 
     def connect(self, url: str) -> Connection:
