@@ -235,47 +235,62 @@ begin
     elsif enqueue.priority is null or enqueue.priority not between -100 and 100 then
         field := 'priority';
         reason := 'must be between -100 and 100';
-    elsif enqueue.run_at is not null and enqueue.delay_s is not null then
-        field := 'delay_s';
-        reason := 'must not be given together with run_at';
-    elsif enqueue.run_at < '1970-01-01 00:00:00+00' or enqueue.run_at > '9998-12-31 00:00:00+00' then
-        field := 'run_at';
-        reason := 'must be between 1970-01-01 and 9998-12-31';
-    elsif enqueue.delay_s not between 0 and 316224000 then
-        field := 'delay_s';
-        reason := 'must be between 0 and 316224000 seconds';
-    elsif enqueue.max_attempts not between 1 and 1000 then
-        field := 'max_attempts';
-        reason := 'must be between 1 and 1000';
-    elsif enqueue.timeout_s not between 0.1 and 2592000 then
-        field := 'timeout_s';
-        reason := 'must be between 0.1 and 2592000 seconds';
-    elsif enqueue.tags is not null and (
-            cardinality(enqueue.tags) > 32
-            or array_ndims(enqueue.tags) > 1
-            or exists (select from unnest(enqueue.tags) t where t is null or t !~ '^[A-Za-z0-9_.:/-]{1,128}$')
-            or cardinality(enqueue.tags) > (select count(distinct t) from unnest(enqueue.tags) t)) then
-        field := 'tags';
-        reason := 'must be at most 32 different tags, each 1..128 characters of A-Z a-z 0-9 _ . : / -';
-    elsif enqueue.meta is not null
-            and (jsonb_typeof(enqueue.meta) <> 'object' or octet_length(enqueue.meta::text) > 65536) then
-        field := 'meta';
-        reason := 'must be a JSON object of at most 65536 bytes';
-    elsif enqueue.idempotency_key !~ '^[!-~]([ -~]{0,253}[!-~])?$' then
-        field := 'idempotency_key';
-        reason := 'must be 1..255 visible ASCII characters, with spaces only between them';
-    elsif enqueue.on_conflict is null or enqueue.on_conflict not in ('return', 'replace', 'reject') then
-        field := 'on_conflict';
-        reason := 'must be return, replace or reject';
-    elsif enqueue.on_conflict <> 'return' and enqueue.idempotency_key is null then
-        field := 'on_conflict';
-        reason := 'must not be given without an idempotency_key';
-    elsif enqueue.idempotency_ttl_hours is null or enqueue.idempotency_ttl_hours not between 0.01 and 87600 then
-        field := 'idempotency_ttl_hours';
-        reason := 'must be between 0.01 and 87600';
-    elsif enqueue.key_scope is null or length(enqueue.key_scope) > 128 then
-        field := 'key_scope';
-        reason := 'must be at most 128 characters';
+    end if;
+    -- Each test costs 0.5 us, so what most calls do not give is tested together first.
+    if num_nonnulls(enqueue.run_at, enqueue.delay_s, enqueue.max_attempts, enqueue.timeout_s) > 0 then
+        if enqueue.run_at is not null and enqueue.delay_s is not null then
+            field := 'delay_s';
+            reason := 'must not be given together with run_at';
+        elsif enqueue.run_at < '1970-01-01 00:00:00+00' or enqueue.run_at > '9998-12-31 00:00:00+00' then
+            field := 'run_at';
+            reason := 'must be between 1970-01-01 and 9998-12-31';
+        elsif enqueue.delay_s not between 0 and 316224000 then
+            field := 'delay_s';
+            reason := 'must be between 0 and 316224000 seconds';
+        elsif enqueue.max_attempts not between 1 and 1000 then
+            field := 'max_attempts';
+            reason := 'must be between 1 and 1000';
+        elsif enqueue.timeout_s not between 0.1 and 2592000 then
+            field := 'timeout_s';
+            reason := 'must be between 0.1 and 2592000 seconds';
+        end if;
+    end if;
+    if (enqueue.tags is null and enqueue.meta is null and enqueue.idempotency_key is null
+           and enqueue.on_conflict = 'return' and enqueue.idempotency_ttl_hours = 24 and enqueue.key_scope = ''
+          ) is not true then
+        if enqueue.tags is not null and (
+                cardinality(enqueue.tags) > 32
+                or array_ndims(enqueue.tags) > 1
+                or exists (select from unnest(enqueue.tags) t where t is null or t !~ '^[A-Za-z0-9_.:/-]{1,128}$')
+                or cardinality(enqueue.tags) > (select count(distinct t) from unnest(enqueue.tags) t)) then
+            field := 'tags';
+            reason := 'must be at most 32 different tags, each 1..128 characters of A-Z a-z 0-9 _ . : / -';
+        elsif enqueue.meta is not null
+                and (jsonb_typeof(enqueue.meta) <> 'object' or octet_length(enqueue.meta::text) > 65536) then
+            field := 'meta';
+            reason := 'must be a JSON object of at most 65536 bytes';
+        elsif enqueue.idempotency_key !~ '^[!-~]([ -~]{0,253}[!-~])?$' then
+            field := 'idempotency_key';
+            reason := 'must be 1..255 visible ASCII characters, with spaces only between them';
+        elsif enqueue.on_conflict is null or enqueue.on_conflict not in ('return', 'replace', 'reject') then
+            field := 'on_conflict';
+            reason := 'must be return, replace or reject';
+        elsif enqueue.on_conflict <> 'return' and enqueue.idempotency_key is null then
+            field := 'on_conflict';
+            reason := 'must not be given without an idempotency_key';
+        elsif enqueue.idempotency_ttl_hours is null or enqueue.idempotency_ttl_hours not between 0.01 and 87600 then
+            field := 'idempotency_ttl_hours';
+            reason := 'must be between 0.01 and 87600';
+        elsif enqueue.key_scope is null or length(enqueue.key_scope) > 128 then
+            field := 'key_scope';
+            reason := 'must be at most 128 characters';
+        end if;
+        if cardinality(enqueue.tags) = 0 then
+            enqueue.tags := null;
+        end if;
+        if enqueue.meta = '{}' then
+            enqueue.meta := null;
+        end if;
     end if;
     if field is not null then
         raise exception using
@@ -285,12 +300,6 @@ begin
             column = field;
     end if;
 
-    if cardinality(enqueue.tags) = 0 then
-        enqueue.tags := null;
-    end if;
-    if enqueue.meta = '{}' then
-        enqueue.meta := null;
-    end if;
     if enqueue.idempotency_key is not null then
         select * into made from aqd.enqueue_keyed(
             enqueue.type, enqueue.payload, enqueue.queue, enqueue.priority, enqueue.run_at, enqueue.delay_s,
@@ -310,10 +319,12 @@ begin
         return made.id;
     end if;
 
+    if enqueue.queue is null then
+        enqueue.queue := coalesce((select h.queue from aqd.handlers h where h.type = enqueue.type), 'default');
+    end if;
     due_at := greatest(coalesce(enqueue.run_at, now() + enqueue.delay_s * interval '1 second'), now());
     insert into aqd.jobs (type, payload, queue, priority, run_at, max_attempts, timeout_s, tags, meta)
-    values (enqueue.type, enqueue.payload, coalesce(enqueue.queue, aqd.queue_of(enqueue.type)),
-            enqueue.priority::smallint, due_at, enqueue.max_attempts, enqueue.timeout_s, enqueue.tags, enqueue.meta)
+    values (enqueue.type, enqueue.payload, enqueue.queue, enqueue.priority::smallint, due_at, enqueue.max_attempts, enqueue.timeout_s, enqueue.tags, enqueue.meta)
     returning id into new_id;
 
     -- As aqd.wake(), written out: a nested call costs as much as the rest of the function. A job for
@@ -377,7 +388,8 @@ $$;
 
 -- --- looking
 
--- A page of FAILED jobs, newest first, and jobs by their tag. Jobs without tags are not in the second one.
+-- A page of FAILED jobs, newest first, and jobs by their tag. Jobs without tags are not in the second one and pay nothing
+-- for it; with two tags, claim and record take a third more (57 and 77 us a job together).
 create index jobs_failed on aqd.jobs (id) where state = 'FAILED';
 create index jobs_tags on aqd.jobs using gin (tags) where tags is not null;
 -- Open records, newest first, however many settled ones lie between.
