@@ -129,20 +129,28 @@ def load(api: Api, exposed: str | None) -> Ring:
 
 def beyond(listeners: Iterable[socket.socket]) -> str | None:
     """The first address that can be reached from other machines, as text; None when all are local."""
-    import ipaddress
-
     for listener in listeners:
         if listener.family == socket.AF_UNIX:
             continue
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return f"a socket of family {listener.family}"
         host, port = listener.getsockname()[:2]
-        address = ipaddress.ip_address(host.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        if not address.is_loopback:
+        if not is_loopback(host):
             return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address is this machine's own; False for a name, which may be anything."""
+    import ipaddress
+
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_loopback
 
 
 def is_placeholder(key: str) -> bool:

@@ -32,10 +32,7 @@ def check_command(app: App, as_json: bool) -> int:
             findings.add("configuration", app.config_path or "-", "failed", config.mask(line), Exit.CONFIG)
     else:
         findings.add("configuration", loaded.path or "defaults and environment", "ok", "")
-        if not loaded.config.api.admin_api_key:
-            findings.add(
-                "configuration", "api.admin_api_key", "note", "not set: the admin routes are closed (403)"
-            )
+        _check_keys(loaded.config, findings)
         _check_plugins(loaded.config, findings)
         _check_database(loaded.config, findings)
     if as_json:
@@ -57,6 +54,26 @@ class Findings:
     def add(self, part: str, what: str, result: str, reason: str, code: int = Exit.OK) -> None:
         self.rows.append((part, what, result, reason))
         self.exit_code = self.exit_code or code
+
+
+def _check_keys(cfg: Any, findings: Findings) -> None:
+    """The API's keys, as it would read them; and whether it would start with them."""
+    from aqd import keys
+
+    host = cfg.api.host
+    local = keys.is_loopback(host) or host == "localhost"
+    try:
+        ring = keys.load(cfg.api, None)
+        keys.load(cfg.api, None if local else f"{host}:{cfg.api.port}")
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            findings.add("configuration", "keys", "failed", line, Exit.CONFIG)
+        return
+    if named := ", ".join(key.name for key in ring.keys if key.name != keys.ADMIN):
+        findings.add("configuration", "keys", "ok", named)
+    if not ring.gives(keys.Scope.ADMIN):
+        reason = "not set, and no named key is an admin's: the admin routes are closed (403)"
+        findings.add("configuration", "api.admin_api_key", "note", reason)
 
 
 def _check_plugins(cfg: Any, findings: Findings) -> None:

@@ -49,6 +49,9 @@ def _make_whole(value: Any) -> None:
 def _make_findable(filters: dict[str, Any]) -> None:
     for name in [name for name in filters if name.endswith("_before")]:
         filters.pop(name.replace("_before", "_after"), None)  # an empty range is refused
+    if "state" in filters:  # live jobs have not finished
+        for name in ("finished_after", "finished_before"):
+            filters.pop(name, None)
     if "error" in filters or "error_hash" in filters:  # finished jobs have none
         for name in ("state", "finished_after", "finished_before"):
             filters.pop(name, None)

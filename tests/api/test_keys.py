@@ -324,6 +324,25 @@ def test_a_placeholder_stops_the_service(tmp_path: Path) -> None:
     assert "changeme" not in said
 
 
+def test_check_reads_the_keys_too(tmp_path: Path) -> None:
+    def findings(**env: str) -> list[tuple[str, str]]:
+        found = subprocess.run(
+            [sys.executable, "-m", "aqd", "check", "--json"],
+            env=environment(tmp_path, **env),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        rows = json.loads(found.stdout)
+        return [(row["result"], row["reason"]) for row in rows if row["what"] == "keys"]
+
+    assert findings(AQD_API_KEYS=NAMED) == [("ok", "app, grafana, both, ops")]
+    [(result, reason)] = findings(AQD_API_KEYS="app:read:short")
+    assert (result, "at least 16" in reason) == ("failed", True)
+    [(result, reason)] = findings(AQD_API_HOST="0.0.0.0")
+    assert (result, "without any key" in reason) == ("failed", True)
+
+
 # --- where it listens -----------------------------------------------------------------------------
 
 
