@@ -62,7 +62,7 @@ def mask(text: str) -> str:
     return text
 
 
-_SECRET_NAME = re.compile(r"(?i)passw|secret|token|credential|api_?key|private_?key|^auth")
+_SECRET_NAME = re.compile(r"(?i)passw|secret|token|credential|api[-_]?key|private[-_]?key|^auth")
 
 
 def masked(key: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from aqd.config import shown
 from aqd.errors import PluginError
 from aqd.testing import Outcome, load_plugins
 
@@ -334,6 +335,13 @@ def test_a_payload_that_can_never_work(payload: Any, message: str) -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         load_plugins(PLUGIN, settings={"http_request": settings})
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key", "x-api-key", "Private-Token", "Proxy-Secret"])
+def test_credentials_in_the_settings_are_not_shown(name: str) -> None:
+    settings = {"http_request": {"allow": ["a.example"], "headers": {"a.example": {name: "s3cret"}}}}
+    assert "s3cret" not in shown("plugins.settings", settings)
+    assert "a.example" in shown("plugins.settings", settings)
 
 
 # --- redirects
