@@ -1,0 +1,417 @@
+"""What :mod:`aqd.http_client` sends and how it reads answers: requests as data, no connection.
+
+Pure. Used by both of its clients. A :class:`Call` says whether it may be sent twice; :class:`Tries` decides whether and
+when; :func:`error_of` gives the exception that an answer stands for.
+"""
+
+import math
+import random
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any, Final, Generic, NoReturn, TypedDict, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from aqd import job as jobs_
+from aqd.errors import (
+    AqdError,
+    ConflictError,
+    DatabaseUnavailable,
+    IdempotencyConflict,
+    InputError,
+    NotAllowedError,
+    NotEnded,
+    NotFoundError,
+    OutcomeUnknown,
+    SchemaMismatch,
+    ServiceUnavailable,
+)
+from aqd.job import State
+from aqd.strict_json import kind_of, show
+
+ENDED: Final = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
+TIMEOUT_S: Final = 10.0
+RETRIES: Final = 5
+PAUSE_FIRST_S: Final = 0.1
+PAUSE_MAX_S: Final = 5.0
+RETRY_AFTER_MAX_S: Final = 60.0
+# Shorter than the minute after which proxies give up on an answer, and the server's own bound.
+WAIT_S: Final = 25.0
+# Of a batch: the bound of an API with its defaults is 1 MiB. A larger job goes alone.
+BATCH_BYTES: Final = 1 << 19
+# The server closes idle connections after five.
+_IDLE_S: Final = 3.0
+PAGE: Final = 200
+# A proxy's answers as well as the service's.
+_PASSING: Final = frozenset({408, 429, 502, 503, 504})
+
+T = TypeVar("T")
+
+
+class JobOptions(TypedDict, total=False):
+    """What else may be said about a job; the same as everywhere."""
+
+    queue: str | None
+    priority: int | None
+    run_at: datetime | str | None
+    delay_s: float | None
+    max_attempts: int | None
+    timeout_s: float | None
+    tags: list[str] | None
+    meta: dict[str, Any] | None
+    idempotency_key: str | None
+    on_conflict: str | None
+
+
+_OPTIONS: Final = frozenset(JobOptions.__annotations__)
+
+
+class _Typed(TypedDict):
+    type: str
+
+
+class NewJob(_Typed, JobOptions, total=False):
+    """A job of :meth:`Client.enqueue_many`."""
+
+    payload: Any
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that was submitted. ``outcome`` is ``created``, ``existing`` or ``replaced``; under a key that was drawn
+    here ``existing`` means that the first answer was lost. ``status`` and the moments are None if the job that the key
+    stands for is gone."""
+
+    id: str
+    status: State | None
+    type: str
+    queue: str | None
+    priority: int
+    run_at: datetime | None
+    created_at: datetime | None
+    outcome: str
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job. In lists ``payload``, ``result``, ``output``, ``timings`` and ``attempts`` are None unless asked for."""
+
+    id: str
+    status: State | None = None
+    type: str = ""
+    queue: str = ""
+    priority: int = 0
+    attempt: int = 0
+    max_attempts: int | None = None
+    timeout_s: float | None = None
+    retries: int = 0
+    crashes: int = 0
+    interruptions: int = 0
+    run_at: datetime | None = None
+    created_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    cancel_requested_at: datetime | None = None
+    progress: dict[str, Any] | None = None
+    node: str | None = None
+    error: str | None = None
+    tags: list[str] = msgspec.field(default_factory=list)
+    meta: dict[str, Any] | None = None
+    payload: Any = None
+    result: Any = None
+    output: str | None = None
+    timings: dict[str, Any] | None = None
+    attempts: list[dict[str, Any]] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """COMPLETED, FAILED or CANCELLED."""
+        return self.status in ENDED
+
+
+class Page(msgspec.Struct):
+    jobs: list[Job]
+    next_cursor: str | None = None
+
+
+class _Results(msgspec.Struct):
+    class One(msgspec.Struct):
+        job: Submitted | None = None
+        problem: dict[str, Any] | None = None
+
+    results: list[One]
+
+
+# --- requests, as data ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request. ``again``: it may be sent twice. ``wait_s``: for so long the server may keep the answer back."""
+
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]
+    params: Mapping[str, str] | None = None
+    body: object = None
+    again: bool = True
+    wait_s: float = 0.0
+
+    def of(self, http: httpx.Client | httpx.AsyncClient, timeout_s: float) -> httpx.Request:
+        data = None if self.body is None else msgspec.json.encode(self.body)
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        timeout = httpx.Timeout(timeout_s, read=timeout_s + self.wait_s)
+        return http.build_request(
+            self.method, self.path, params=self.params, content=data, headers=headers, timeout=timeout
+        )
+
+
+def decoded(type: type[T]) -> Callable[[httpx.Response], T]:
+    decoder = msgspec.json.Decoder(type)
+
+    def read(answer: httpx.Response) -> T:
+        try:
+            return decoder.decode(answer.content)
+        except msgspec.MsgspecError as error:
+            raise ServiceUnavailable(f"{answer.url} gives no answer of aqd's: {error}") from None
+
+    return read
+
+
+_ANY: Final = decoded(dict[str, Any])
+JOB: Final = decoded(Job)
+_SUBMITTED: Final = decoded(Submitted)
+
+
+def one_job(id: int | str) -> str:
+    return f"/v1/jobs/{jobs_.parse_id(str(id))}"
+
+
+def one_queue(name: str) -> str:
+    return f"/v1/queues/{quote(jobs_.check_name('name', name), safe='')}"
+
+
+def get(path: str, **params: Any) -> Call[dict[str, Any]]:
+    return Call("GET", path, _ANY, query(params))
+
+
+def change(method: str, path: str, body: object = None, *, again: bool = True) -> Call[dict[str, Any]]:
+    return Call(method, path, _ANY, body=body, again=again)
+
+
+def query(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case datetime():
+            return value.isoformat()
+        case Enum():
+            return str(value.value)
+        case list() | tuple() | set() | frozenset():
+            return ",".join(_text(each) for each in value)
+    return str(value)
+
+
+def _body(type: str, payload: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A job as the API takes it, and whether it may be sent twice. Checked here, as it will be there."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise InputError("", f"{show(name)} is no option of a job")
+    request = jobs_.validate(type, payload, **options)
+    body = msgspec.structs.asdict(request) | {
+        "idempotency_key": request.idempotency_key or secrets.token_urlsafe(16),
+        "payload": msgspec.Raw(request.payload.encode()),
+        "meta": None if request.meta is None else msgspec.Raw(request.meta.encode()),
+    }
+    # Under "replace" a job that has begun meanwhile gets a second one, under "reject" the first answer is a refusal.
+    return body, request.on_conflict is jobs_.OnConflict.RETURN
+
+
+def enqueue(type: str, payload: Any, options: Mapping[str, Any]) -> Call[Submitted]:
+    body, again = _body(type, payload, options)
+    return Call("POST", "/v1/jobs", _SUBMITTED, body=body, again=again)
+
+
+def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, Call[list[Submitted]]]]:
+    """The requests of many jobs, each with the number of its first job."""
+    first, size, again = 0, 0, True
+    bodies: list[dict[str, Any]] = []
+    for place, given in enumerate(jobs):
+        try:
+            if not isinstance(given, Mapping):
+                raise InputError("", f"must be a dictionary of enqueue's arguments, not {kind_of(given)}")
+            if "type" not in given:
+                raise InputError("type", "is missing: every job names its type")
+            options = {name: value for name, value in given.items() if name not in ("type", "payload")}
+            body, repeatable = _body(given["type"], given.get("payload"), options)
+        except InputError as error:
+            field = f"jobs[{place}].{error.field}" if error.field else f"jobs[{place}]"
+            raise InputError(field, error.reason, error.bound) from None
+        length = len(msgspec.json.encode(body))
+        if bodies and (len(bodies) == jobs_.MAX_BATCH or size + length > BATCH_BYTES):
+            yield first, _batch(bodies, again)
+            first, size, again, bodies = place, 0, True, []
+        bodies.append(body)
+        size += length
+        again = again and repeatable
+    if bodies:
+        yield first, _batch(bodies, again)
+
+
+def _batch(bodies: list[dict[str, Any]], again: bool) -> Call[list[Submitted]]:
+    return Call("POST", "/v1/jobs/batch", _read_batch, body={"jobs": bodies}, again=again)
+
+
+def _read_batch(answer: httpx.Response) -> list[Submitted]:
+    return [one.job for one in decoded(_Results)(answer).results if one.job is not None]
+
+
+def renumbered(error: AqdError, first: int) -> AqdError:
+    """The error of a batch, with the place that its job has among all."""
+    if isinstance(error, InputError) and (found := re.match(r"jobs\[(\d+)\]", error.field)):
+        field = f"jobs[{first + int(found[1])}]{error.field[found.end() :]}"
+        return InputError(field, error.reason, error.bound)
+    return error
+
+
+def waiting(id: int | str, seconds: float) -> Call[tuple[Job, float]]:
+    """The job, and the seconds after which to ask again where the server had no room to let us wait."""
+    wait_s = max(0.0, min(seconds, WAIT_S))
+
+    def read(answer: httpx.Response) -> tuple[Job, float]:
+        return JOB(answer), _retry_after(answer)
+
+    return Call("GET", one_job(id), read, {"wait_s": f"{wait_s:.3f}"}, wait_s=wait_s)
+
+
+def check_timeout(timeout_s: float | None) -> float:
+    if timeout_s is None:
+        return math.inf
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+        raise InputError("timeout_s", "must be a number of seconds, 0 or more, or None for ever", "0..")
+    return float(timeout_s)
+
+
+def not_ended(found: Job, timeout_s: float | None) -> NotEnded:
+    return NotEnded(f"job {found.id} is {found.status} after {timeout_s:g} s", (int(found.id),))
+
+
+def change_jobs(action: str, given: dict[str, Any], dry_run: bool) -> Call[dict[str, Any]]:
+    if action not in ("retry", "cancel", "delete", "discard"):
+        raise InputError("action", "must be retry, cancel, delete or discard")
+    body = {name: value for name, value in given.items() if value is not None and value is not False}
+    if "ids" in body:
+        body["ids"] = [str(jobs_.parse_id(str(each))) for each in body["ids"]]
+    params = {"dry_run": "true"} if dry_run else None
+    return Call("POST", f"/v1/jobs/{action}", _ANY, params, body, again=dry_run)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class Tries:
+    """How often one call may be sent again, and when."""
+
+    def __init__(self, call: Call[T], retries: int) -> None:
+        self._again = call.again
+        self._left = retries
+        self._pause_s = PAUSE_FIRST_S
+
+    def broken(self, error: httpx.TransportError) -> float:
+        """Nothing was heard: the seconds until the next try, or the end. What was not even sent may be sent again."""
+        unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        if self._left and (unsent or self._again) and not isinstance(error, httpx.UnsupportedProtocol):
+            return self._next(0.0)
+        words = str(error) or type(error).__name__
+        raise ServiceUnavailable(f"aqd's HTTP service cannot be reached: {words}") from error
+
+    def refused(self, answer: httpx.Response) -> float:
+        """An answer that is no success: the seconds until the next try, or the end."""
+        error = error_of(answer)
+        again = answer.status_code in _PASSING and not isinstance(error, SchemaMismatch)
+        if again and self._again and self._left:
+            return self._next(_retry_after(answer))
+        raise error
+
+    def _next(self, least_s: float) -> float:
+        self._left -= 1
+        pause_s = random.uniform(self._pause_s / 2, self._pause_s)
+        self._pause_s = min(self._pause_s * 2, PAUSE_MAX_S)
+        return max(pause_s, least_s)
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    value = answer.headers.get("Retry-After", "")
+    return min(float(value), RETRY_AFTER_MAX_S) if re.fullmatch(r"\d{1,9}", value, re.ASCII) else 0.0
+
+
+def error_of(answer: httpx.Response) -> AqdError:
+    """The exception that an answer stands for."""
+    status = answer.status_code
+    try:
+        problem = msgspec.json.decode(answer.content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        problem = {}
+    kind = str(problem.get("type", "")).removeprefix("urn:aqd:")
+    detail = str(problem.get("detail") or f"{answer.url} answers {status} {answer.reason_phrase}")
+    if not kind and 200 <= status < 500 and status not in (401, 403, 408, 429):
+        return ServiceUnavailable(f"{detail}, which is no answer of aqd's: is the URL right?")
+    match status, kind:
+        case 409, "idempotency-conflict":
+            differs = tuple(str(each) for each in problem.get("differs") or ())
+            return IdempotencyConflict(detail, int(problem.get("job_id") or 0), differs)
+        case 409, _:
+            return ConflictError(detail)
+        case 404, _:
+            return NotFoundError(detail)
+        case ((401 | 403), _):
+            return NotAllowedError(detail)
+        case 503, "outcome-unknown":
+            return OutcomeUnknown(detail)
+        case 503, "schema-mismatch":
+            return SchemaMismatch(detail)
+        case 503, "database-unavailable":
+            return DatabaseUnavailable(detail)
+    if status >= 500 or status in (408, 429):
+        return ServiceUnavailable(detail)
+    field = str(problem.get("field") or "")
+    bound = problem.get("bound")
+    return InputError(
+        field, detail.removeprefix(f"{field}: "), bound if isinstance(bound, str | int) else None
+    )
+
+
+def strange(error: Exception) -> NoReturn:
+    raise ServiceUnavailable(f"the answer cannot be read: {error}") from error
+
+
+class Options:
+    """What both clients are made with."""
+
+    def __init__(
+        self, base_url: str, key: str | None, timeout_s: float, retries: int, transport: Mapping[str, Any]
+    ) -> None:
+        url = httpx.URL(base_url) if isinstance(base_url, str) and base_url.isprintable() else None
+        if url is None or url.scheme not in ("http", "https") or not url.host:
+            raise InputError("base_url", "must be an URL such as http://127.0.0.1:4000")
+        self.timeout_s = jobs_.check_number("timeout_s", timeout_s, 0.001, 3600.0)
+        self.retries = jobs_.check_integer("retries", retries, 0, 1000)
+        headers: dict[str, str | bytes] = {"Accept": "application/json, application/problem+json"}
+        if key is not None:
+            if not isinstance(key, str) or not key.isprintable() or not key.strip():
+                raise InputError("key", "must be a text of visible characters")
+            headers["X-API-Key"] = key.strip().encode()
+        self.http: dict[str, Any] = {
+            "base_url": url,
+            "headers": headers,
+            "limits": httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
+            **transport,
+        }
