@@ -325,10 +325,15 @@ def test_a_reason_must_be_one(conn: database.Connection, queue: Queue, reason: A
 def test_deleting_takes_all_that_is_known(conn: database.Connection, queue: Queue) -> None:
     """And nothing of the others."""
     keep = failed(conn, queue)
-    gone = [completed_after_a_retry(conn, queue), cancelled(conn, queue), scheduled(conn, queue)]
-    assert queue.value("select count(*) from aqd.failed_jobs") == 2
+    gone = [
+        completed_after_a_retry(conn, queue),
+        cancelled(conn, queue),
+        scheduled(conn, queue),
+        failed(conn, queue),
+    ]
+    assert queue.value("select count(*) from aqd.failed_jobs") == 3
     done = store.change_jobs(conn, Action.DELETE, gone)
-    assert done.changed == 3
+    assert done.changed == 4
     assert queue.value("select array_agg(id) from aqd.all_jobs") == [keep]
     assert queue.value("select array_agg(job_id) from aqd.failed_jobs") == [keep]
     assert queue.value("select array_agg(job_id) from aqd.job_attempts") == [keep]
@@ -349,8 +354,7 @@ def test_deleting_history_opens_only_its_days(conn: database.Connection, queue: 
         )
     with queue.conn.transaction(), conn.transaction():
         locks = """select array_agg(distinct relation::regclass::text order by relation::regclass::text)
-                   from pg_locks where pid = %s and mode = 'RowExclusiveLock'
-                   and relation::regclass::text ~ '^aqd.job_history_\\d+$'"""
+                   from pg_locks where pid = %s and relation::regclass::text ~ '^aqd.job_history_\\d+$'"""
         oldest = sorted(queue.conn.execute("select id, finished_at from aqd.job_history").fetchall())[1:]
         rows = database.run(
             conn,
@@ -477,14 +481,18 @@ def test_what_moves_on_meanwhile_is_skipped(
     def run_step(step: Any) -> list[Any]:
         if step.params.get("ids") == database.int_array(ids[2:]) and step.changes:
             for job in book().claim(conn, 10):
-                store.record_completed(conn, [completion(job)])
+                if job.id == ids[2]:
+                    store.record_completed(conn, [completion(job)])
+                else:
+                    store.record_failed(conn, [failure(job)])
         return database.run(conn, step.name, **step.params)
 
     assert store.drive_by(steps, run_step) == store.Changed(4, 2, 2, False, None)
     again = store.drive_by(named, run_step)
     assert again.results is not None
-    assert [r.state for r in again.results] == ["CANCELLED"] * 2 + ["COMPLETED"] * 2
-    assert again.results[3].refusal == "COMPLETED; only a job that is QUEUED or PROCESSING can be cancelled"
+    assert [r.state for r in again.results] == ["CANCELLED"] * 2 + ["COMPLETED", "FAILED"]
+    assert queue.state(ids[3]) == "FAILED"
+    assert again.results[2].refusal == "COMPLETED; only a job that is QUEUED or PROCESSING can be cancelled"
 
 
 def test_many_beside_a_running_node_do_not_deadlock(connect: Connect, queue: Queue) -> None:
@@ -541,6 +549,34 @@ def test_many_beside_a_running_node_do_not_deadlock(connect: Connect, queue: Que
     left_over = """select count(*) from aqd.job_attempts a
                    where not exists (select from aqd.all_jobs j where j.id = a.job_id)"""
     assert queue.value(left_over) == 0
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_those_who_want_the_same_do_not_deadlock(
+    connect: Connect, queue: Queue, action: Action, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In id order, whatever the order in which they name them. A deadlock would be repeated and not be seen, but it is
+    counted."""
+    columns = {"state": "'FAILED'"} if action in (Action.RETRY, Action.DISCARD) else {}
+    conns = [connect(dispatcher=False) for _ in range(4)]
+    monkeypatch.setattr(change, "BATCH", 1000)
+    for _ in range(6):
+        queue.conn.execute("delete from aqd.jobs")
+        queue.fill(1000, **columns)
+        ids = [row[0] for row in queue.conn.execute("select id from aqd.jobs order by random()")]
+        counts = in_threads(
+            *[
+                lambda c=c, ids=ids[::way]: store.change_jobs(c, action, ids, reason=REASON).changed
+                for c, way in zip(conns, (1, -1, 1, -1), strict=True)
+            ]
+        )
+        assert sum(counts) == 1000, "each job is changed once"
+    for conn in conns:
+        conn.close()
+    wait_until(
+        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
+    )
+    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
 
 
 # --- plans ------------------------------------------------------------------------------------------
