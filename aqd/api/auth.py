@@ -20,8 +20,8 @@ from aqd.config import Config
 from aqd.keys import Key, Ring, Scope
 from aqd.log import get_logger
 
-# Each may carry any key: the first is the older name, the second what most clients expect.
-HEADERS = ("x-admin-key", "x-api-key")
+# Each may carry any key: the first is what most clients expect, the second the older name.
+HEADERS = ("x-api-key", "x-admin-key")
 
 # Refused for want of a key: anybody can cause these lines, so only so many are written in a stretch of time.
 MAX_REFUSALS = 20
@@ -60,6 +60,8 @@ class Guard:
     def _name(self, req: falcon.Request, scope: Scope) -> str:
         given = _given(req)
         key = self._ring.find(given[0]) if len(given) == 1 and given[0] else None
+        if key is not None:
+            req.context.key = key.name  # for the trail, also if the key may not do this
         if self._ring.open and scope is not Scope.ADMIN:
             return key.name if key is not None else ""
         if key is None:
@@ -155,7 +157,8 @@ class Trail:
     def ended(self, status: int, document: Any = None, location: str | None = None) -> None:
         """Write the line. ``document`` is the answer, or a problem's members."""
         problem = document if isinstance(document, dict) else {}
-        fields: dict[str, Any] = {"key": self.key or None, "action": self._action}
+        key = self.key or getattr(self._req.context, "key", None)
+        fields: dict[str, Any] = {"key": key, "action": self._action}
         fields |= {name: text[:_MAX_SHOWN] for name, text in self._path.items()}
         if location is not None:
             fields["made"] = location.rsplit("/", 1)[-1]
@@ -172,7 +175,7 @@ class Trail:
             return
         if self._scope is Scope.ADMIN and self.body is not None:
             fields["request"] = _shown(self.body)
-        for name in ("matched", "changed"):
+        for name in ("matched", "changed", "created", "replaced"):
             if (number := getattr(document, name, None)) is not None:
                 fields[name] = number
         event = "change" if status < 400 else "change failed"
@@ -180,8 +183,9 @@ class Trail:
 
 
 def _shown(body: Any) -> str:
-    try:
-        text = msgspec.json.encode(body).decode()
-    except (TypeError, ValueError):
-        text = repr(body)
+    """A body as JSON, cut; of a filter only what was asked for."""
+    plain = msgspec.to_builtins(body)
+    if isinstance(plain, dict) and isinstance(plain.get("filter"), dict):
+        plain["filter"] = {name: value for name, value in plain["filter"].items() if value is not None}
+    text = msgspec.json.encode(plain).decode()
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

@@ -519,16 +519,20 @@ def test_every_change_is_written_down_with_the_keys_name(start_api: Callable[...
     api.admin("POST", f"/jobs/{job}/retry")
     api.post("/jobs", {"type": "mail", "prio": 1}, x_api_key=SUBMIT)
     api.get("/jobs", x_api_key=READ)
-    lines = audit(api, 4)
+    api.post("/jobs/cancel?dry_run=true", {"filter": {"type": "mail"}}, x_api_key=ADMIN)
+    api.post("/jobs/cancel", {"filter": {"type": "mail"}}, x_api_key=ADMIN)
+    lines = audit(api, 5)
     seen = [(line["event"], line["key"], line["action"], line["status"]) for line in lines]
     assert seen == [
         ("change", "app", "post_jobs", 201),
         ("change", "ops", "post_jobs_id_cancel", 200),
         ("change failed", "admin", "post_jobs_id_retry", 409),
         ("change failed", "app", "post_jobs", 400),
+        ("change", "ops", "post_jobs_cancel", 200),
     ]
     assert lines[0]["made"] == job
-    assert [line.get("id") for line in lines[1:]] == [job, job, None]
+    assert [line.get("id") for line in lines[1:]] == [job, job, None, None]
+    assert (lines[4]["request"], lines[4]["changed"]) == ('{"filter":{"type":"mail"}}', 0)
     assert {line["client"] for line in lines} == {"127.0.0.1"}
     assert lines[2]["reason"] == "urn:aqd:wrong-state"
 
@@ -540,7 +544,7 @@ def test_refused_changes_are_written_down_but_not_without_end(start_api: Callabl
         api.post("/jobs", JOB, x_api_key="wr0ng-wr0ng-wr0ng-wr0ng").problem(401)
     api.stop()
     found = [json.loads(line) for line in api.log if "change refused" in line]
-    assert (found[0]["key"], found[0]["status"], found[0]["level"]) == (None, 403, "warning")
+    assert (found[0]["key"], found[0]["status"], found[0]["level"]) == ("app", 403, "warning")
     assert {line["status"] for line in found[1:]} == {401}
     assert len(found) <= 40
     everything = "\n".join(api.log)
