@@ -172,6 +172,26 @@ def test_keys_live_as_long_as_configured(start_api: Callable[..., Api], database
     assert again.json["id"] != first
 
 
+def test_named_api_keys_have_scopes_of_their_own(start_api: Callable[..., Api], database_url: str) -> None:
+    """Two applications that number their orders do not meet; one without a named key shares with SQL."""
+    secret = {"shop": "shop-secret-0123456789", "crm": "crm-secret-01234567890"}
+    api = start_api(AQD_API_KEYS=",".join(f"{name}:submit:{key}" for name, key in secret.items()))
+    made = {
+        name: [api.post("/jobs", JOB, Idempotency_Key="1", x_api_key=key) for _ in range(2)]
+        for name, key in secret.items()
+    }
+    assert [[each.status for each in answers] for answers in made.values()] == [[201, 200]] * 2
+    assert made["shop"][0].json["id"] != made["crm"][0].json["id"]
+    batch = {"jobs": [{**JOB, "idempotency_key": "1"}]}
+    found = api.post("/jobs/batch", batch, x_api_key=secret["crm"]).json["results"][0]["id"]
+    assert found == made["crm"][0].json["id"]
+    with psycopg.connect(database_url) as conn:
+        assert client.enqueue(conn, "mail", {"to": 1}, idempotency_key="1").outcome == "created"
+    open_api = start_api()
+    assert open_api.post("/jobs", JOB, Idempotency_Key="1").status == 200
+    assert stored(database_url) == 3
+
+
 # --- bad keys -------------------------------------------------------------------------------------
 
 
