@@ -220,14 +220,15 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _body(type: str, payload: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A job as the API takes it, and whether it may be sent twice. Checked here, as it will be there."""
+def _body(type: str, payload: Any, options: Mapping[str, Any], key: str) -> tuple[dict[str, Any], bool]:
+    """A job as the API takes it, under ``key`` if it has none, and whether it may be sent twice. Checked here, as it
+    will be there."""
     for name in options:
         if name not in _OPTIONS:
             raise InputError("", f"{show(name)} is no option of a job")
     request = jobs_.validate(type, payload, **options)
     body = msgspec.structs.asdict(request) | {
-        "idempotency_key": request.idempotency_key or secrets.token_urlsafe(16),
+        "idempotency_key": request.idempotency_key or key,
         "payload": msgspec.Raw(request.payload.encode()),
         "meta": None if request.meta is None else msgspec.Raw(request.meta.encode()),
     }
@@ -236,7 +237,7 @@ def _body(type: str, payload: Any, options: Mapping[str, Any]) -> tuple[dict[str
 
 
 def enqueue(type: str, payload: Any, options: Mapping[str, Any]) -> Call[Submitted]:
-    body, again = _body(type, payload, options)
+    body, again = _body(type, payload, options, secrets.token_urlsafe(16))
     return Call("POST", "/v1/jobs", _SUBMITTED, body=body, again=again)
 
 
@@ -244,6 +245,8 @@ def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, C
     """The requests of many jobs, each with the number of its first job."""
     first, size, again = 0, 0, True
     bodies: list[dict[str, Any]] = []
+    # The server stores a batch in the order of its keys: these keep the order in which the jobs were given.
+    prefix = secrets.token_urlsafe(16)
     for place, given in enumerate(jobs):
         try:
             if not isinstance(given, Mapping):
@@ -251,7 +254,7 @@ def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, C
             if "type" not in given:
                 raise InputError("type", "is missing: every job names its type")
             options = {name: value for name, value in given.items() if name not in ("type", "payload")}
-            body, repeatable = _body(given["type"], given.get("payload"), options)
+            body, repeatable = _body(given["type"], given.get("payload"), options, f"{prefix}-{place:09}")
         except InputError as error:
             field = f"jobs[{place}].{error.field}" if error.field else f"jobs[{place}]"
             raise InputError(field, error.reason, error.bound) from None
@@ -399,8 +402,11 @@ class Options:
     def __init__(
         self, base_url: str, key: str | None, timeout_s: float, retries: int, transport: Mapping[str, Any]
     ) -> None:
-        url = httpx.URL(base_url) if isinstance(base_url, str) and base_url.isprintable() else None
-        if url is None or url.scheme not in ("http", "https") or not url.host:
+        try:
+            url = httpx.URL(base_url)
+        except (httpx.InvalidURL, TypeError):
+            url = httpx.URL("")
+        if url.scheme not in ("http", "https") or not url.host:
             raise InputError("base_url", "must be an URL such as http://127.0.0.1:4000")
         self.timeout_s = jobs_.check_number("timeout_s", timeout_s, 0.001, 3600.0)
         self.retries = jobs_.check_integer("retries", retries, 0, 1000)
