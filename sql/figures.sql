@@ -35,7 +35,9 @@ from aqd.jobs j
 where j.id = any(:ids::bigint[]) and j.claimed_at is not null
 
 -- name: fold_figures :rows
--- The rows of nodes that are gone become those of node ''. A node that was only taken for gone makes new ones.
+-- The rows of nodes that are gone become those of node ''. A node that was only taken for gone makes new ones. Once
+-- pairs_max pairs (queue, type) are kept there, further ones are kept together, as nodes do it: queues may come and
+-- go by the thousand.
 -- Index: none, a few hundred rows a node.
 with orphaned as materialized (
     select f.node_id, f.metric, f.labels
@@ -46,10 +48,19 @@ with orphaned as materialized (
     delete from aqd.node_figures f using orphaned o
     where f.node_id = o.node_id and f.metric = o.metric and f.labels = o.labels
     returning f.metric, f.labels, f.count, f.total, f.buckets
+), kept as materialized (
+    select distinct f.labels[1:2] as pair from aqd.node_figures f where f.node_id = '' and f.metric = 'attempts'
+), named as (
+    select g.metric, g.count, g.total, g.buckets,
+           case when g.metric not in ('attempts', 'duration', 'waiting')
+                     or (select count(*) from kept) < :pairs_max::bigint
+                     or g.labels[1:2] in (select k.pair from kept k)
+                then g.labels else array['other', 'other'] || g.labels[3:] end as labels
+    from gone g
 )
 insert into aqd.node_figures as f (node_id, metric, labels, count, total, buckets)
 select '', g.metric, g.labels, sum(g.count), sum(g.total), aqd.sum_buckets(g.buckets)
-from gone g
+from named g
 group by g.metric, g.labels
 on conflict (node_id, metric, labels) do update
 set count = f.count + excluded.count, total = f.total + excluded.total,

@@ -141,7 +141,7 @@ def job_labels(conn: Connection, ids: Iterable[int]) -> list[tuple[int, str, str
 
 def fold_figures(conn: Connection) -> int:
     """Add the figures of nodes that are gone to those of nobody; returns how many there were."""
-    return execute(conn, "fold_figures")[1]
+    return execute(conn, "fold_figures", pairs_max=NAMES_MAX)[1]
 
 
 def prune_minutes(conn: Connection) -> int:

@@ -69,6 +69,16 @@ def test_nodes_that_are_gone_keep_their_part(conn: database.Connection, queue: Q
     assert queue.value("select count(distinct node_id) from aqd.node_figures") == 2
 
 
+def test_pairs_of_the_past_are_bounded(conn: database.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues that come and go do not fill the tables: beyond a number they are kept together."""
+    monkeypatch.setattr(figures, "NAMES_MAX", 5)
+    for number in range(10):
+        figures.add_figures(conn, f"n{number}", counted(DONE, DONE._replace(queue=f"tenant{number}")))
+        figures.fold_figures(conn)
+    found = {key[1]: count for key, count in sums(conn).items() if key[0] == "attempts"}
+    assert found == {"default": 10, **{f"tenant{n}": 1 for n in range(4)}, "other": 6}
+
+
 def test_fold_beside_writers(connect: Connect, queue: Queue) -> None:
     """No deadlock, nothing lost or counted twice."""
     rounds = 40
