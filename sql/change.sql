@@ -44,26 +44,9 @@ from aqd.find_jobs(
     history_after => :history_after::timestamptz, history_before => :history_before::timestamptz) as f
 
 -- name: retry_jobs :many fresh
--- FAILED to QUEUED, as retry_job does with one.
+-- FAILED to QUEUED, as retry_job does with one (migration 0003).
 -- Index: primary key; failed_jobs_open.
-with locked as materialized (
-    select held.id
-    from (select u.id from unnest(:ids::bigint[]) as u(id) order by u.id) as i
-    cross join lateral (
-        select j.id from aqd.jobs j where j.id = i.id and j.state = 'FAILED' for no key update
-    ) as held
-), changed as (
-    update aqd.jobs j
-    set state = 'QUEUED', run_at = now(), attempt = 0, crashes = 0, interruptions = 0, last_error = null,
-        claimed_at = null, retries = j.retries + 1, cancel_requested_at = null,
-        progress_at = null, progress_percent = null, progress_message = null
-    where j.id = any(array(select l.id from locked l))
-    returning j.id, j.state
-), marked as (
-    update aqd.failed_jobs f set retried_at = now()
-    where f.job_id = any(array(select c.id from changed c)) and f.resolved_at is null
-)
-select c.id, c.state from changed c where (select aqd.wake()) is not null
+select r.id, 'QUEUED' from aqd.retry_jobs(:ids::bigint[]) as r(id)
 
 -- name: cancel_jobs :many fresh
 -- As aqd.cancel: what waits leaves at once by the trigger jobs_cancelled, what runs is asked to end. Each node is

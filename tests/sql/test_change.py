@@ -245,6 +245,22 @@ def test_retry_of_a_job_whose_key_stands_for_a_newer_one(conn: database.Connecti
     assert queue.value("select job_id from aqd.idempotency_keys") == new
 
 
+def test_retry_by_plain_sql(conn: database.Connection, queue: Queue) -> None:
+    """By one statement of any client, in its transaction."""
+    (one, two), waits = [failed(conn, queue) for _ in range(2)], queued(conn, queue)
+    plain = queue.conn
+    with plain.transaction(force_rollback=True):
+        assert plain.execute("select aqd.retry_jobs(array[%s, %s, 999])", [waits, one]).fetchall() == [(one,)]
+    assert queue.state(one) == "FAILED"
+    by_filter = (
+        "select aqd.retry_jobs(array(select id from aqd.find_jobs(states => '{FAILED}', type => 'noop')))"
+    )
+    assert sorted(plain.execute(by_filter).fetchall()) == [(one,), (two,)]
+    assert plain.execute("select aqd.retry_jobs('{}')").fetchall() == []
+    assert plain.execute("select aqd.retry_jobs(null)").fetchall() == []
+    assert queue.state(one) == queue.state(two) == "QUEUED"
+
+
 # --- cancel -----------------------------------------------------------------------------------------
 
 
@@ -307,15 +323,16 @@ def test_discarding_makes_the_days_partition(conn: database.Connection, queue: Q
     assert queue.state(id) == "CANCELLED"
 
 
-@pytest.mark.parametrize("reason", [None, "", " \n", "x" * 1001, "a\0b", "\ud800", 7])
-def test_a_reason_must_be_one(conn: database.Connection, queue: Queue, reason: Any) -> None:
+def test_a_reason_must_be_one(conn: database.Connection, queue: Queue) -> None:
     id = failed(conn, queue)
     before = everything(queue)
-    with pytest.raises(InputError) as caught:
-        store.discard_job(conn, id, reason, "anna")
-    assert caught.value.field == "reason"
-    with pytest.raises(InputError, match="reason"):
-        store.change_jobs(conn, Action.DISCARD, [id], reason=reason)
+    wrong: list[Any] = [None, "", " \n", "x" * 1001, "a\0b", "\ud800", 7]
+    for reason in wrong:
+        with pytest.raises(InputError) as caught:
+            store.discard_job(conn, id, reason, "anna")
+        assert caught.value.field == "reason"
+        with pytest.raises(InputError, match="reason"):
+            store.change_jobs(conn, Action.DISCARD, [id], reason=reason)
     assert everything(queue) == before
 
 
@@ -435,22 +452,17 @@ def test_a_filter_is_for_what_can_be_changed(conn: database.Connection, queue: Q
     ]
 
 
-@pytest.mark.parametrize(
-    ("action", "filters", "field"),
-    [
+def test_a_filter_for_other_states_is_refused(conn: database.Connection) -> None:
+    for action, filters, field in (
         (Action.RETRY, JobFilter(states=("QUEUED",)), "state"),
         (Action.RETRY, JobFilter(states=("FAILED", "PROCESSING")), "state"),
         (Action.CANCEL, JobFilter(states=("COMPLETED",)), "state"),
         (Action.DELETE, JobFilter(states=("PROCESSING",)), "state"),
         (Action.DISCARD, JobFilter(finished_after=datetime.now(UTC)), "finished_after"),
-    ],
-)
-def test_a_filter_for_other_states_is_refused(
-    conn: database.Connection, action: Action, filters: JobFilter, field: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        store.change_jobs(conn, action, filters, reason=REASON)
-    assert caught.value.field == field
+    ):
+        with pytest.raises(InputError) as caught:
+            store.change_jobs(conn, action, filters, reason=REASON)
+        assert caught.value.field == field, (action, filters)
 
 
 def test_a_set_is_bounded_and_worked_through_in_batches(
@@ -649,27 +661,27 @@ def test_only_what_waits_is_updated(conn: database.Connection, queue: Queue, cas
         store.update_job(conn, 999_999, priority=1)
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({}, ""),
-        ({"priority": 101}, "priority"),
-        ({"priority": True}, "priority"),
-        ({"priority": 1.0}, "priority"),
-        ({"delay_s": -1}, "delay_s"),
-        ({"delay_s": float("nan")}, "delay_s"),
-        ({"delay_s": 1, "run_at": "2031-01-01T00:00:00Z"}, "delay_s"),
-        ({"run_at": datetime(2031, 1, 1)}, "run_at"),
-        ({"run_at": "tomorrow"}, "run_at"),
-        ({"run_at": "9999-01-01T00:00:00Z"}, "run_at"),
-    ],
-)
-def test_an_update_is_checked(conn: database.Connection, queue: Queue, given: Any, field: str) -> None:
+WRONG_UPDATES: list[tuple[dict[str, Any], str]] = [
+    ({}, ""),
+    ({"priority": 101}, "priority"),
+    ({"priority": True}, "priority"),
+    ({"priority": 1.0}, "priority"),
+    ({"delay_s": -1}, "delay_s"),
+    ({"delay_s": float("nan")}, "delay_s"),
+    ({"delay_s": 1, "run_at": "2031-01-01T00:00:00Z"}, "delay_s"),
+    ({"run_at": datetime(2031, 1, 1)}, "run_at"),
+    ({"run_at": "tomorrow"}, "run_at"),
+    ({"run_at": "9999-01-01T00:00:00Z"}, "run_at"),
+]
+
+
+def test_an_update_is_checked(conn: database.Connection, queue: Queue) -> None:
     (id,) = queue.add()
     before = everything(queue)
-    with pytest.raises(InputError) as caught:
-        store.update_job(conn, id, **given)
-    assert caught.value.field == field
+    for given, field in WRONG_UPDATES:
+        with pytest.raises(InputError) as caught:
+            store.update_job(conn, id, **given)
+        assert caught.value.field == field, given
     assert everything(queue) == before
 
 
@@ -709,16 +721,17 @@ def test_resuming_wakes(conn: database.Connection, queue: Queue) -> None:
     assert len(list(conn.notifies(timeout=10, stop_after=1))) == 1
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, "5", 1_000_001])
-def test_a_limit_is_a_number_from_one(conn: database.Connection, queue: Queue, value: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        store.limit_queue(conn, "default", value, "anna")
-    assert caught.value.field == "max_running"
+def test_a_limit_is_a_number_from_one(conn: database.Connection, queue: Queue) -> None:
+    wrong: list[Any] = [0, -1, True, 1.5, "5", 1_000_001]
+    for value in wrong:
+        with pytest.raises(InputError) as caught:
+            store.limit_queue(conn, "default", value, "anna")
+        assert caught.value.field == "max_running"
     assert queue.value("select count(*) from aqd.queues") == 0
 
 
-@pytest.mark.parametrize("name", ["", "a b", "ü", "x" * 129, "a\0"])
-def test_a_queue_has_a_name(conn: database.Connection, name: str) -> None:
-    with pytest.raises(InputError) as caught:
-        store.pause_queue(conn, name, "anna")
-    assert caught.value.field == "queue"
+def test_a_queue_has_a_name(conn: database.Connection) -> None:
+    for name in ("", "a b", "ü", "x" * 129, "a\0"):
+        with pytest.raises(InputError) as caught:
+            store.pause_queue(conn, name, "anna")
+        assert caught.value.field == "queue"
