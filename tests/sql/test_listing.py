@@ -25,8 +25,8 @@ WORLD = """
     select aqd.create_history_partition((now() at time zone 'UTC')::date - day) from generate_series(0, 4) as day;
     insert into aqd.jobs (id, run_at, created_at, type, queue, state, last_error, tags)
     select n, now(), now() - (500 - n) * interval '10 minutes', 'type-' || n % 3, 'queue-' || n % 5,
-           case when n % 4 = 0 then 'FAILED' else 'QUEUED' end,
-           case when n % 4 = 0 then 'Bad ' || case when n % 8 = 0 then 'ROW ' else 'line ' end || n end,
+           case when n % 5 = 0 then 'FAILED' else 'QUEUED' end,
+           case when n % 5 = 0 then 'Bad ' || case when n % 3 = 0 then 'ROW ' else 'line ' end || n end,
            case when n % 7 = 0 then array['seven', 'n:' || n % 14] end
     from generate_series(1, 400, 2) as n;
     insert into aqd.jobs (id, run_at, type, state, attempt, lease_token, lease_expires_at, node_id)
@@ -127,13 +127,11 @@ def test_a_filter_finds_what_it_says(api: database.Connection, queue: Queue) -> 
     assert found > 1000
 
 
-def test_the_client_finds_the_same(api: database.Connection, queue: Queue, database_url: str) -> None:
+def test_the_client_finds_the_same(queue: Queue, database_url: str) -> None:
     """In its own transaction, with whatever row factory; the asynchronous twin is tested beside the API."""
     queue.conn.execute(WORLD.encode())
     with psycopg.connect(database_url, row_factory=psycopg.rows.dict_row) as conn:
-        assert [job.id for job in client.jobs(conn, state="FAILED")] == [
-            id for id in range(400, 0, -1) if id % 4 == 0 and id % 2
-        ] + [job.id for job in store.list_jobs(api, job_filter(state="FAILED"), limit=1000).jobs]
+        assert [job.id for job in client.jobs(conn, state="FAILED")] == list(range(395, 0, -10))
         assert len(list(client.jobs(conn, oldest=True))) == 401
         page = client.list_jobs(conn, type="type-1", limit=3)
         assert ids(client.list_jobs(conn, type="type-1", limit=3, after=page.next)) < ids(page)
