@@ -95,6 +95,7 @@ class DispatcherChild:
         # What all of them have counted, and what the last one has seen.
         self.figures = Figures()
         self.gauges: list[Cell] = []
+        self.seen_at = 0.0
         self._told: tuple[list[PluginInfo] | None, dict[str, int]] = (None, {})
         self.report: messages.Report | None = None
         self.hello: messages.Hello | None = None
@@ -132,7 +133,9 @@ class DispatcherChild:
             self._told = (list(plugins), dict(restarts))
 
     def see(self, message: messages.Seen) -> None:
+        """Told in parts, the first of which says that all are new."""
         self.gauges = message.cells if message.first else self.gauges + message.cells
+        self.seen_at = boottime()
 
     def flush(self) -> None:
         if self.peer is not None:

@@ -61,7 +61,12 @@ def metrics(master: "Master") -> dict[str, Any]:
         gauge("generation", master.plan.serving or 0, node),
         *(Cell("restarts", (cause,), number) for cause, number in master.crew.restarts.items()),
     ]
-    cells = [*own, *master.dispatcher.gauges, *master.dispatcher.figures.cells()]
+    for cell in master.dispatcher.gauges:
+        if cell.metric == "stats_age":  # it has grown since
+            own.append(gauge("stats_age", cell.total + boottime() - master.dispatcher.seen_at))
+        else:
+            own.append(cell)
+    cells = [*own, *master.dispatcher.figures.cells()]
     return {"ok": True, "cells": msgspec.to_builtins(cells)}
 
 

@@ -161,7 +161,13 @@ def _cells(stats: "Stats | None") -> tuple[Any, ...]:
         duration(stats.oldest_due_s),
         stats.completed_per_min,
         stats.failed_per_min,
-        duration(wall.p50 if wall else None),
-        duration(wall.p95 if wall else None),
-        duration(waiting.p95 if waiting else None),
+        _short(wall.p50 if wall else None),
+        _short(wall.p95 if wall else None),
+        _short(waiting.p95 if waiting else None),
     )
+
+
+def _short(seconds: float | None) -> str:
+    from aqd.cli.output import duration
+
+    return duration(seconds) if seconds is None or seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -236,7 +236,7 @@ def _quantiles(buckets: Sequence[int]) -> Quantiles | None:
     p50, p95, p99 = (JOBS.quantile_s(buckets, share) for share in (0.5, 0.95, 0.99))
     if p50 is None or p95 is None or p99 is None:
         return None
-    return Quantiles(p50=p50, p95=p95, p99=p99)
+    return Quantiles(p50=round(p50, 6), p95=round(p95, 6), p99=round(p99, 6))
 
 
 def _json(rows: Sequence[Any]) -> str:

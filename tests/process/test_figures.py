@@ -102,6 +102,8 @@ def test_daemon_tells_its_metrics(start_daemon: StartDaemon, jobs: Jobs) -> None
         assert found["aqd_statement_duration_seconds_count", operation] > 0
     assert found["aqd_attempt_duration_seconds_sum", "default", "fate", "completed"] > 0
     assert ("aqd_jobs_dead_rows",) in found
+    restarts = ("aqd_worker_restarts_total", "signal 9 (SIGKILL)")
+    wait_until(lambda: stored(jobs).get(restarts) == 1, 60.0)
 
     printed = daemon.aqd("metrics")
     assert (printed.returncode, printed.stderr) == (0, "")
@@ -119,13 +121,16 @@ def test_metrics_while_the_database_is_away(proxied: Proxied, start_daemon: Star
     jobs.wait(jobs.add())
     job = jobs.add({"sleep": 1.5})
     jobs.wait(job, "PROCESSING")
+    key = ("aqd_jobs_total", "default", "fate", "completed")
+    age = ("aqd_stats_age_seconds",)
+    wait_until(lambda: {key, age} <= parsed(scrape(port)[1]).keys(), 60.0)
     proxied.proxy.refuse()
     proxied.proxy.reset_all()
     wait_until(lambda: parsed(scrape(port)[1])["aqd_database_up", "node0"] == 0, 60.0)
-    assert parsed(scrape(port)[1])["aqd_jobs_total", "default", "fate", "completed"] == 1
+    assert parsed(scrape(port)[1])[key] == 1
+    wait_until(lambda: parsed(scrape(port)[1])[age] > 1.0, 60.0)
     proxied.proxy.accept()
     jobs.wait(job, timeout_s=60.0)
-    key = ("aqd_jobs_total", "default", "fate", "completed")
     wait_until(lambda: of(daemon).get(key) == 2, 60.0)
     wait_until(lambda: stored(jobs).get(key) == 2, 60.0)
 
