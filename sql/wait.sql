@@ -17,7 +17,9 @@ where coalesce((select j.state from aqd.jobs j where j.id = i.id), 'FAILED') not
 
 -- name: tell_ended :one
 -- After the transaction that ended them: NOTIFY holds a lock of the whole server from before the commit
--- until after it, and this one has nothing to write.
+-- until after it, and this one has nothing to write. Asking in the recording statement whether anybody waits
+-- costs nothing that can be seen (batches of 1 / 50 / 500, the best of many, before and after: 412 / 930 / 10,300 and
+-- 407 / 925 / 10,700 µs); telling, 0.16 / 0.25 / 1.1 ms a batch.
 -- Index: none.
 select aqd.tell_ended(:ids::bigint[])
 

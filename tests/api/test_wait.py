@@ -148,7 +148,7 @@ def test_when_the_time_is_over_the_present_state_is_told(api: Api, jobs: Jobs) -
 
 
 @pytest.mark.parametrize(
-    "value", ["-1", "60.1", "61", "nan", "inf", "1e1", "x", "1,5", "", "%00", "1&wait_s=2"]
+    "value", ["-1", "60.1", "61", "nan", "inf", "1e9", "x", "1,5", "", "%00", "1&wait_s=2"]
 )
 def test_a_wrong_time_is_refused(shared_api: Api, value: str) -> None:
     problem = shared_api.get(f"/jobs/1?wait_s={value}").problem(400)
@@ -308,6 +308,8 @@ def test_the_database_goes_away_meanwhile(private_pg: Callable[..., LocalPostgre
         with store.connect(Database(url=api.database_url), "tests") as node:
             complete(node)
         assert long.result(LONG_S).json["status"] == "COMPLETED"
+        with contextlib.suppress(psycopg.OperationalError):
+            jobs.conn.execute("select 1")  # notices that its connection is gone
         short = api_waits(api, jobs.add())
         wait_until(lambda: backends(jobs), 30)
         server.stop("immediate")
