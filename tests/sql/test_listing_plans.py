@@ -16,6 +16,9 @@ from aqd.store import listing
 from aqd.store.filters import job_filter
 from tests.fixtures.postgres import Postgres
 
+# The database is filled within the first test: 10 s, and 50 s were seen on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
 DAYS = 12
 # One in 500 is of a rare type and one in 1,000 was cancelled; one in 50 has tags. History begins with a day that is whole.
 FILL = f"""
@@ -52,7 +55,7 @@ def conn(pg: Postgres) -> Iterator[database.Connection]:
     """A connection as the API makes it, to a database that is filled once for this file (10 s)."""
     name = pg.create_database(template=pg.template)
     try:
-        with store.connect(Database(url=pg.url(name), statement_timeout_s=120.0), "test") as made:
+        with store.connect(Database(url=pg.url(name), statement_timeout_s=500.0), "test") as made:
             made.execute(FILL.encode())
             made.execute(b"analyze aqd.jobs, aqd.job_history, aqd.failed_jobs, aqd.job_attempts")
             yield made
