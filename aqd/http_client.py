@@ -25,7 +25,10 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar, Unpack
 
-import httpx
+try:
+    import httpx
+except ImportError as error:  # pragma: no cover
+    raise ImportError("aqd.http_client needs httpx: install aqd[http]") from error
 
 from aqd import http_calls as calls
 from aqd.errors import AqdError
