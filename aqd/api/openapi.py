@@ -107,10 +107,11 @@ _PATH_PARAMETERS: Final[Mapping[str, Any]] = {
     "id": (documents.Id, "The job's id.", "1"),
     "name": (job.Name, "The name.", "default"),
 }
-# In a header a key with a comma or a quote stands in quotes, or two headers would look like one.
-_HeaderKey = Annotated[
-    str, msgspec.Meta(pattern=r"^[!#-+\--~]([ !#-+\--~]{0,253}[!#-+\--~])?$", max_length=job.MAX_KEY_CHARS)
-]
+# A key as it is, without a comma (two headers would look like one); or in quotes (RFC 8941), where a quote or a
+# backslash has a backslash before it.
+_BARE: Final = r"[!#-+\--~]([ -+\--~]{0,253}[!-+\--~])?"
+_ENDS, _INNER = r'([!#-\[\]-~]|\\["\\])', r'([ !#-\[\]-~]|\\["\\])'
+_HeaderKey = Annotated[str, msgspec.Meta(pattern=f'^({_BARE}|"{_ENDS}({_INNER}{{0,253}}{_ENDS})?")$')]
 _HEADER_TYPES: Final[Mapping[str, Any]] = {"Idempotency-Key": (_HeaderKey, "welcome-4711")}
 
 
