@@ -6,7 +6,8 @@ to the database. Only differences travel, and every receiver adds them up: a dis
 seconds with it and nothing else, and sums never go down.
 
 Promises: bounded, whatever jobs are submitted: of pairs (queue, type) the first :data:`PAIRS_MAX` are counted apart
-and the others together as ``other``. Costs 1.6 µs for a completed job (measured, CPython 3.11).
+and the others together as ``other``. Counting a job takes 1.8 µs here and 2.7 with what the recorder does for it
+(processor time, CPython 3.11).
 """
 
 import threading
