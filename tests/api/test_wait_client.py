@@ -16,9 +16,10 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from aqd import client, store, waiting
+from aqd import client, statements, store, waiting
 from aqd.claims import ClaimBook
 from aqd.config import Api, Config, Database
+from aqd.database import int_array
 from aqd.errors import InputError, NotEnded, NotFoundError
 from aqd.store import JobRow
 from tests.fixtures.jobs import Jobs
@@ -463,3 +464,18 @@ def test_wrong_command(database_url: str, arguments: list[str]) -> None:
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert json.dumps(ended.stdout) == '""'
+
+
+def test_a_look_reads_only_what_is_waited_for(node: store.Connection) -> None:
+    """On a table that was small when it was analysed, with the settings of an application's connection."""
+    node.execute("reset enable_seqscan")
+    node.execute("analyze aqd.jobs")
+    node.execute("insert into aqd.jobs (type, run_at) select 'fate', now() from generate_series(1, 20000)")
+    text = statements.get("find_ended").text
+    for number in (1, 100):
+        ids = int_array(range(1, number * 7, 7))
+        plan = psycopg.RawCursor(node).execute(b"explain (analyze, costs off) " + text, [ids]).fetchall()
+        lines = "\n".join(row[0] for row in plan)
+        assert "jobs_pkey" in lines
+        assert "Seq Scan on jobs" not in lines
+    assert store.find_ended(node, [1, 20001, 5]) == [20001]
