@@ -3,13 +3,14 @@
 ``create(cfg, ring)`` is called once in each gunicorn worker, after the fork.
 """
 
+import re
 from typing import Any, Final
 
 import falcon
 
 from aqd.api import problems, tally
 from aqd.api.auth import Guard
-from aqd.api.endpoint import PREFIX, Endpoint, Resource, Services
+from aqd.api.endpoint import PREFIX, SLASH, Endpoint, Resource, Services
 from aqd.api.pool import Pool
 from aqd.api.routes import ENDPOINTS
 from aqd.api.waiters import Waiters
@@ -22,7 +23,7 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
 
     def __init__(self, cfg: Config, ring: Ring) -> None:
         counts = tally.shared()
-        middleware: list[Any] = [tally.Middleware(counts, PREFIX), _Headers()]
+        middleware: list[Any] = [tally.Middleware(counts, PREFIX), _Slashes(), _Headers()]
         if cfg.api.cors_origins:
             middleware.append(_Cors(frozenset(cfg.api.cors_origins)))
         super().__init__(middleware=middleware)
@@ -53,6 +54,18 @@ class Application(falcon.App[falcon.Request, falcon.Response]):
 def create(cfg: Config, ring: Ring) -> Application:
     """The application; it connects to the database with the first request that needs it."""
     return Application(cfg, ring)
+
+
+class _Slashes:
+    """Names of queues and types may hold "/", written %2F in a path. WSGI decodes the path before anybody parts it, so it
+    is parted as it was sent, with what is meant as a part of a name left for :data:`aqd.api.endpoint.SLASH`."""
+
+    def process_request(self, req: falcon.Request, _resp: falcon.Response) -> None:
+        sent, _, _ = str(req.env.get("RAW_URI", "")).partition("?")
+        if "%2f" in sent.lower() and sent.startswith("/"):
+            parts = re.split("%2f", sent, flags=re.IGNORECASE)
+            path = SLASH.join(falcon.uri.decode(part, unquote_plus=False) for part in parts)
+            req.path = path.removesuffix("/") or "/"
 
 
 class _Headers:

@@ -26,6 +26,8 @@ from aqd.errors import InputError
 from aqd.keys import Scope as Scope  # for the routes
 
 PREFIX = "/v1"
+# A "/" inside a value of the path.
+SLASH = "%2F"
 
 
 @dataclass(slots=True)
@@ -119,7 +121,8 @@ class Endpoint:
     def responder(self, services: Services) -> Callable[..., None]:
         """The function that Falcon calls."""
 
-        def respond(req: falcon.Request, resp: falcon.Response, **path: str) -> None:
+        def respond(req: falcon.Request, resp: falcon.Response, **values: str) -> None:
+            path = {name: value.replace(SLASH, "/") for name, value in values.items()}
             guard = services.guard
             # Where a problem ends the request, its handler finds the trail there.
             trail = req.context.trail = (

@@ -143,6 +143,18 @@ def test_pages_of_names(api: Api, queue: Queue, conn: psycopg.Connection[Any]) -
     assert names == ["a", "b/c", "d.e"]
 
 
+def test_names_with_slashes(api: Api, queue: Queue, conn: psycopg.Connection[Any]) -> None:
+    """%2F in a path is part of the name, as far as it was sent so."""
+    queue.fill(1, type="mail/send", queue="team/a")
+    with conn.transaction():
+        figures.refresh_stats(conn)
+    for path in ("/queues/team%2Fa", "/v1/queues/team%2fa", "/queues/team%2Fa/", "/queues/%74eam%2Fa?"):
+        assert api.get(path).json["queue"] == "team/a", path
+    assert api.get("/types/mail%2Fsend").json["type"] == "mail/send"
+    for path in ("/queues/team/a", "/queues%2Fteam%2Fa", "/queues/team%252Fb", "/jobs/1%2F2", "/%2F"):
+        api.get(path).problem(404)
+
+
 @pytest.mark.parametrize("path", ["/queues", "/types"])
 def test_nothing_is_known_yet(path: str, shared_api: Api) -> None:
     answer = shared_api.get(path)
