@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +14,12 @@ import click
 from tests.system.readme_page import ROOT
 
 LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "error", "exception": "error"}
+# Counted by the API itself (aqd/api/tally.py).
+API_METRICS = {"aqd_api_requests_total", "aqd_api_request_duration_seconds"}
 # What takes the place of KIND in "attempt KIND".
 ATTEMPT_KINDS = ("failed", "discarded", "timed_out", "crashed", "cancelled", "lost")
+# What takes the place of NAME in "NAME ended".
+SERVICES = ("api", "exporter")
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -60,6 +63,8 @@ def _texts(argument: ast.expr, function: ast.FunctionDef) -> list[str]:
             return [text]
         case ast.JoinedStr():
             kind = ast.unparse(argument)
+            if re.match(r"f'{(self|service)\.name} ", kind):
+                return [f"{name}{kind.partition('}')[2][:-1]}" for name in SERVICES]
             assert kind in ("f'attempt {item.kind}'", "f'attempt {row.kind}'"), kind
             return [f"attempt {each}" for each in ATTEMPT_KINDS]
         case ast.IfExp():
@@ -75,23 +80,6 @@ def _texts(argument: ast.expr, function: ast.FunctionDef) -> list[str]:
             assert values, f"{function.name}: where does the event {name} come from?"
             return [text for value in values for text in _texts(value, function)]
     raise AssertionError(f"{function.name}: an event that nobody can document: {ast.unparse(argument)}")
-
-
-def problem_kinds() -> set[str]:
-    """The ends of ``urn:aqd:…``: the defaults of each status, and what is named by ``kind=``."""
-    from aqd.api import problems
-
-    found = {kind for kind, _ in problems._TITLES.values()}
-    for path, module in sources():
-        if path.parent.name == "api":
-            for node in ast.walk(module):
-                if (
-                    isinstance(node, ast.keyword)
-                    and node.arg == "kind"
-                    and isinstance(node.value, ast.Constant)
-                ):
-                    found.add(str(node.value.value))
-    return found
 
 
 def commands() -> dict[str, click.Command]:
@@ -118,22 +106,6 @@ def strings(*names: str) -> set[str]:
         for node in ast.walk(ast.parse((ROOT / "aqd" / name).read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
-    return found
-
-
-def keys_of(*functions: Callable[..., object]) -> set[str]:
-    """The names in the documents that these functions build; not those of documents within them."""
-    found = set()
-    for function in functions:
-        (returned,) = [
-            node.value
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
-            if isinstance(node, ast.Return)
-        ]
-        while isinstance(returned, ast.BinOp):
-            returned = returned.right
-        assert isinstance(returned, ast.Dict)
-        found |= {key.value for key in returned.keys if isinstance(key, ast.Constant)}
     return found
 
 

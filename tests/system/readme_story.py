@@ -17,8 +17,11 @@ from typing import Any
 
 import psycopg
 import pypdf
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from aqd import config
+from aqd import admin, client, config, job, store
+from aqd.store import EnqueuedJob
 from tests.fixtures import processes
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
@@ -107,6 +110,7 @@ class World:
             case "python":
                 # For the application, DATABASE_URL is its own; aqd's settings come from the daemon's file.
                 env = self.environment() | {"DATABASE_URL": self.database_url}
+                env |= {"AQD_URL": f"http://127.0.0.1:{self.port}", "AQD_KEY": KEY}
                 return self._command(block, [sys.executable, "-c", block.text], env)
             case "sql":
                 return self._sql(block.text)
@@ -124,10 +128,11 @@ class World:
 
     def _sql(self, text: str) -> str:
         """Role names are the cluster's, not the database's: the test makes ones of its own."""
-        for role in re.findall(r"^create role (\w+)", text, re.MULTILINE):
-            mine = f"{role}_{os.getpid()}"
-            text = re.sub(rf"\b{role}\b(?=;| login)", mine, text)
-            self.roles.append(mine)
+        self.roles += [
+            f"{role}_{os.getpid()}" for role in re.findall(r"^create role (\w+)", text, re.MULTILINE)
+        ]
+        for mine in self.roles:
+            text = re.sub(rf"\b{mine.rpartition('_')[0]}\b(?=;| login)", mine, text)
         out = []
         with psycopg.connect(self.database_url, autocommit=True) as conn:
             cursor = conn.execute(text)
@@ -298,21 +303,97 @@ def the_master_killed(world: World, output: str) -> None:
     assert [a["kind"] for a in world.jobs.attempts(int(output))] == ["lost"]
 
 
-@check("The API")
-def the_requests(world: World, output: str) -> None:
-    made, listed, health = [json.loads(line) for line in output.splitlines()]
-    row = world.jobs.get(int(made["id"]))
+@check("Submitting jobs")
+def with_options(world: World, output: str) -> None:
+    row = world.jobs.get(int(json.loads(output)["id"]))
     assert (row["queue"], row["priority"], row["max_attempts"]) == ("mail", 10, 8)
     assert (row["run_at"] - row["created_at"]).total_seconds() == 3600
-    assert all(job["type"] == "greet" for job in listed["jobs"])
-    assert set(listed) == {"jobs", "next_cursor"}
-    assert health["status"] == "ok"
-    assert health["nodes"]["live"] >= 1
+    assert (row["tags"], row["meta"]) == (["customer:7"], {"asked_by": "shop"})
 
 
-@check("The API", 1)
-def the_admin(_world: World, output: str) -> None:
+@check("Idempotency keys")
+def twice_with_a_key(_world: World, output: str) -> None:
+    first, second = [json.loads(line) for line in output.splitlines()]
+    assert first["id"] == second["id"]
+    assert (first["outcome"], second["outcome"]) == ("created", "existing")
+
+
+@check("Many at once")
+def batches(world: World, output: str) -> None:
+    answer, *ids = output.splitlines()
+    results = json.loads(answer)["results"]
+    assert [each["status"] for each in results] == [201, 400, 201]
+    assert results[1]["problem"]["field"] == "type"
+    assert len(ids) == 2
+    assert (world.jobs.get(int(ids[0]))["priority"], world.jobs.get(int(ids[1]))["tags"]) == (5, ["bulk"])
+
+
+@check("Waiting for a job")
+def waited_for(_world: World, output: str) -> None:
+    answer, said = output.splitlines()
+    assert json.loads(answer)["status"] == "COMPLETED"
+    assert said == f"job {json.loads(answer)['id']} is COMPLETED"
+
+
+@check("Looking at jobs")
+def filtered(_world: World, output: str) -> None:
+    greeted, tagged, queued, *tables = output.splitlines()
+    assert all(job["type"] == "greet" for job in json.loads(greeted)["jobs"])
+    found = json.loads(tagged)["jobs"]
+    assert {job["status"] for job in found} == {"QUEUED", "CANCELLED"}
+    assert all(set(job) == {"id", "status", "tags", "payload"} for job in found)
+    assert set(json.loads(queued)) == {"jobs", "next_cursor", "window"}
+    assert "queue" in json.loads(queued)["window"]["reason"]
+    assert sum("KeyError: 'name'" in line for line in tables) >= 2
+
+
+@check("Looking at jobs", 0, "sql")
+def looking(_world: World, output: str) -> None:
     assert "KeyError: 'name'" in output
+    assert "customer:7" in output
+    assert "lost" in output
+    assert "running" in output
+
+
+@check("Changing jobs and queues")
+def many_changed(world: World, output: str) -> None:
+    tried, done, records, deleted = output.splitlines()
+    assert json.loads(tried)["dry_run"] is True
+    changed = json.loads(done)["changed"]
+    assert changed == json.loads(tried)["matched"] > 0
+    record = json.loads(records)["failed_jobs"][0]
+    assert (record["status"], record["resolution"]) == ("CANCELLED", "discarded")
+    assert deleted == "2 jobs deleted"
+    row = world.jobs.conn.execute(
+        "select note, discarded_by from aqd.failed_jobs where note is not null"
+    ).fetchone()
+    assert row == {"note": "no name, nobody to greet", "discarded_by": "admin"}
+
+
+@check("Who goes first")
+def queues_changed(_world: World, output: str) -> None:
+    assert [line.partition(" is ")[2] for line in output.splitlines()] == [
+        "served, at most 2 of its jobs at a time",
+        "paused, at most 2 of its jobs at a time",
+        "served, at most 2 of its jobs at a time",
+    ]
+
+
+@check("Figures")
+def figures(_world: World, output: str) -> None:
+    (queue,) = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert (queue["queue"], queue["max_running"]) == ("mail", 2)
+    text = output[output.rindex("\n{") :].partition("}\n")[2]
+    named = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert {"aqd_jobs_total", "aqd_api_requests_total", "aqd_slots"} <= named
+
+
+@check("Keys")
+def a_new_key(_world: World, output: str) -> None:
+    shown = tomllib.loads(PAGE.block("Keys", "toml").text)["keys"]["billing"]
+    made = tomllib.loads(output[output.index("[keys") :])["keys"]["billing"]
+    assert list(made) == list(shown)
+    assert made["scopes"] == shown["scopes"]
 
 
 @check("Cancelling jobs")
@@ -328,44 +409,58 @@ def in_a_transaction(world: World, output: str) -> None:
 
 
 @check("SQL", 1, "sql")
-def looking(_world: World, output: str) -> None:
-    assert "KeyError: 'name'" in output
-    assert "lost" in output
-    assert "running" in output
-
-
-@check("SQL", 2, "sql")
 def the_small_role(world: World, _output: str) -> None:
     with psycopg.connect(world.database_url, autocommit=True) as conn:
         conn.execute(f"set role {world.roles[-1]}")
-        row = conn.execute("select aqd.enqueue('greet', '{\"name\": \"role\"}')").fetchone()
-        assert row is not None
-        assert conn.execute("select id from aqd.all_jobs where id = %s", row).fetchone() == row
-        world.jobs.wait(row[0], "COMPLETED")
-        assert conn.execute("select aqd.cancel(%s)", row).fetchone() == ("COMPLETED",)
-        for later in (0, 3600):
-            made = conn.execute(
-                'select aqd.enqueue(\'greet\', \'{"name": "x", "seconds": 50}\', delay_s => %s)', (later,)
-            ).fetchone()
-            assert made is not None
-            if not later:
-                world.jobs.wait(made[0], "PROCESSING")
-            expected = "CANCELLED" if later else "PROCESSING"
-            assert conn.execute("select aqd.cancel(%s)", made).fetchone() == (expected,)
-            world.jobs.wait(made[0], "CANCELLED")
+        (job,) = conn.execute("select aqd.enqueue('greet', '{\"name\": \"role\"}', tags => '{a}')").fetchone()  # type: ignore[misc]
+        world.jobs.wait(job, "COMPLETED")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            conn.execute("select aqd.enqueue('greet', idempotency_key => 'role')")
+
+
+@check("SQL", 2, "sql")
+def the_larger_role(world: World, _output: str) -> None:
+    with psycopg.connect(world.database_url, autocommit=True) as conn:
+        conn.execute(f"set role {world.roles[-1]}")
+
+        def made(**options: Any) -> EnqueuedJob:
+            return client.enqueue(conn, "greet", {"name": "role", "seconds": 50}, **options)
+
+        later = made(delay_s=3600, idempotency_key="role")
+        assert made(delay_s=3600, idempotency_key="role").outcome == "existing"
+        replaced = made(delay_s=1800, idempotency_key="role", on_conflict="replace")
+        assert (replaced.id, replaced.outcome) == (later.id, "replaced")
+        assert [each.id for each in client.jobs(conn, type="greet", state="QUEUED")][-1] <= later.id
+        assert client.cancel(conn, later.id).state == "CANCELLED"
+        running = made()
+        world.jobs.wait(running.id, "PROCESSING")
+        assert conn.execute("select aqd.cancel(%s)", (running.id,)).fetchone() == ("PROCESSING",)
+        assert client.wait(conn, running.id, 60).state == "CANCELLED"
 
 
 @check("Python", 0, "python")
 def the_client(world: World, output: str) -> None:
-    job, state, later = output.split()
-    assert state in ("QUEUED", "PROCESSING", "COMPLETED")
+    first, *others = output.splitlines()
+    job, state = first.split()
+    later, *found = others
+    assert state == "COMPLETED"
     assert later == "CANCELLED"
+    assert {line.split()[1] for line in found} == {"QUEUED", "CANCELLED"}
     row = world.jobs.wait(int(job), "COMPLETED")
     assert (row["result"]["text"], row["priority"]) == ("Hello Python", 5)
     assert world.jobs.conn.execute("select item from orders order by item").fetchall() == [
         {"item": "book"},
         {"item": "lamp"},
     ]
+
+
+@check("Python", 1, "python")
+def the_http_client(world: World, output: str) -> None:
+    told, listed = output.splitlines()
+    id = told.split()[0]
+    assert "Hello HTTP" in told
+    assert listed == f"['{id}']"
+    wait_until(lambda: world.jobs.conn.execute("select from aqd.jobs where type = 'noop'").fetchone() is None)
 
 
 @check("Handlers", 0, "toml")
@@ -406,19 +501,24 @@ def the_allowed_program(world: World, output: str) -> None:
 @check("On a server", 0, "sql")
 def the_role_of_the_api(world: World, _output: str) -> None:
     """Its statements, by the functions that the API calls."""
-    from aqd import job, store
-
-    failed = world.jobs.conn.execute("select id from aqd.jobs where state = 'FAILED' limit 1").fetchone()
-    assert failed is not None
+    failed = world.jobs.conn.execute("select id from aqd.jobs where state = 'FAILED' order by id").fetchall()
+    first, second = failed[0]["id"], failed[1]["id"]
     with psycopg.connect(world.database_url, autocommit=True) as conn:
         conn.execute(f"set role {world.roles[-1]}")
-        made = store.enqueue(conn, job.validate("noop"))
-        wait_until(lambda: store.get_job(conn, made.id).state == "COMPLETED")  # type: ignore[union-attr]
-        assert store.get_attempts(conn, failed["id"])
+        made = store.enqueue(conn, job.validate("noop", idempotency_key="api", tags=["api"]))
+        assert client.wait(conn, made.id, 60).state == "COMPLETED"
+        assert store.get_attempts(conn, first)
         assert store.list_jobs(conn).jobs
         assert store.list_failed(conn).records
+        assert store.group_failed(conn, limit=5, by_type=True, by_error=True).groups
         assert store.health(conn, 30.0).problem is None
-        assert store.retry_job(conn, failed["id"]).state == "QUEUED"
+        assert store.retry_job(conn, first).state == "QUEUED"
+        assert admin.discard(conn, second, "because") == "CANCELLED"
         later = store.enqueue(conn, job.validate("noop", delay_s=3600))
+        assert admin.update(conn, later.id, priority=5).priority == 5
         assert store.cancel_job(conn, later.id).state == "CANCELLED"
         assert store.cancel_job(conn, made.id).state == "COMPLETED"
+        assert admin.delete_many(conn, [made.id, second, later.id]).changed == 3
+        assert admin.pause(conn, "unheard").paused
+        assert not admin.resume(conn, "unheard").paused
+        assert store.queue_figures(conn, None, 10)

@@ -13,9 +13,6 @@ import tomllib
 from collections.abc import Callable
 from typing import Any
 
-import falcon
-import falcon.inspect
-import falcon.testing
 import pytest
 
 import aqd
@@ -23,8 +20,10 @@ from aqd import (
     __version__,
     config,
     failures,
+    figures,
     hookspecs,
     job,
+    keys,
     log,
     outcomes,
     output,
@@ -33,10 +32,14 @@ from aqd import (
     process,
     strict_json,
 )
-from aqd.api import app, body, query, render
+from aqd.api import body, documents, problems, query
+from aqd.api.filters import FilterBody
+from aqd.api.routes import ENDPOINTS
+from aqd.api.routes.jobs import WaitParams
 from aqd.errors import Exit
 from aqd.hookspecs import HOOK_NAMES, HandlerOptions, Hooks, JobContext
 from aqd.job import JobRequest, State
+from aqd.store import change, filters, listing
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.postgres import free_port
@@ -52,12 +55,19 @@ NOT_RUN = {
     ("On a server", "sh", 1): "changes the machine as root; its files are looked for below",
     ("On a server", "sh", 2): "changes the machine's PostgreSQL as root",
     ("On a server", "sh", 3): "changes the machine as root; its commands are looked for below",
+    ("A proxy in front", "nginx", 0): "the configuration of another program; its numbers are looked at below",
+    (
+        "Testing handlers",
+        "python",
+        1,
+    ): "a test of somebody's project: tests/system/test_testing_kit.py has such projects",
     ("On a server", "ini", 0): "a drop-in of systemd; its variable is looked for below",
     ("Working on the code", "sh", 0): "runs this suite; the files are looked for below",
 }
 COMPARED = {
     ("Submit a job", "json", 0): "the story: the_literal_example",
     ("Submit a job", "json", 1): "the story: its_result",
+    ("Keys", "toml", 0): "test_the_scopes_of_keys",
     ("The processes of one machine", "text", 0): "the story: the_processes",
     ("The life of a job", "text", 0): "test_the_states",
     ("Operations", "text", 0): "test_the_status",
@@ -280,32 +290,77 @@ def test_the_exceptions() -> None:
 
 
 def test_the_routes() -> None:
-    service = app.create(config.load(None, {"AQD_CONFIG": "/dev/null"}))
-    try:
-        known = {
-            f"{method.method} {route.path}"
-            for route in falcon.inspect.inspect_routes(service)
-            for method in route.methods
-            if not method.internal and method.method not in ("HEAD", "OPTIONS")
-        }
-        rows = PAGE.table("route").rows
-        assert {only(row[0]) for row in rows} == known
-        client = falcon.testing.TestClient(service)
-        for row in rows:
-            method, path = only(row[0]).split(" ")
-            if row[3] == "admin":  # this one has no key configured
-                assert client.simulate_request(method, path.replace("{id}", "1")).status_code == 403
-            else:
-                assert not re.search("retry|cancel|admin", path)
-    finally:
-        service.close()
-    limits = PAGE.table("route").rows[1][1]
-    assert f"1..{query.LIMIT_MAX}, default {query.LIMIT_DEFAULT}" in limits
+    rows = PAGE.table("route").rows
+    scopes = {f"{each.method} {each.path}": each.scope for each in ENDPOINTS}
+    assert {only(row[0]): row[3] for row in rows} == {
+        route: str(scope) if scope is not None else "–" for route, scope in scopes.items()
+    }
+    by_route = {only(row[0]): row for row in rows}
+    for each in ENDPOINTS:
+        successes = {str(status) for status in each.answers if status < 300}
+        assert set(re.findall(r"\b2\d\d\b", by_route[f"{each.method} {each.path}"][2])) == successes, (
+            each.path
+        )
+    assert f"1..{query.LIMIT_MAX}, default {query.LIMIT_DEFAULT}" in by_route["GET /jobs"][1]
+
+
+def test_the_filters() -> None:
+    rows = PAGE.table("filter").rows
+    assert sorted(name for row in rows for name in code(row[0])) == sorted(FilterBody.__struct_fields__)
+    options = {o for parameter in readme_code.commands()["aqd jobs list"].params for o in parameter.opts}
+    for row in rows:
+        assert code(row[2]) == [f"--{name.replace('_', '-')}" for name in code(row[0])]
+        assert set(code(row[2])) <= options
+
+
+def test_the_window() -> None:
+    assert f"last {listing.WINDOW.days} days" in PAGE.text
+    assert f"{listing.MAX_PAGE_BYTES >> 20} MiB" in PAGE.text
+
+
+def test_the_scopes_of_keys() -> None:
+    """The example of a named key is one."""
+    table = tomllib.loads(PAGE.block("Keys", "toml").text)["keys"]["billing"]
+    assert set(table) == {"sha256", "scopes"}
+    assert re.fullmatch("[0-9a-f]{64}", table["sha256"])
+    assert set(table["scopes"]) <= set(keys.Scope)
+
+
+def test_the_proxy() -> None:
+    block = PAGE.block("A proxy in front", "nginx").text
+    (wait,) = WaitParams.__annotations__["wait_s"].__metadata__
+    assert int(re.search(r"proxy_read_timeout (\d+)s", block)[1]) > wait.le  # type: ignore[index]
+    assert body.limit(config.Config()) == 1 << 20
+    assert "client_max_body_size 1m" in block
+
+
+def test_the_metrics() -> None:
+    named = {name for row in PAGE.table("metric").rows for name in code(row[0])}
+    known = {each.name + ("" if each.scale or each.gauge else "_total") for each in figures.METRICS.values()}
+    assert named == known | readme_code.API_METRICS | {"aqd_jobs_total", "aqd_build_info"}
+    for metric in figures.METRICS.values():
+        row = next(row for row in PAGE.table("metric").rows if metric.name in row[0])
+        if metric.name != "aqd_attempts":  # the row before has them
+            assert set(metric.labels) <= set(code(row[1])), metric.name
 
 
 def test_the_fields_of_a_job() -> None:
     rows = {only(row[0]): row[2] for row in PAGE.table("field").rows}
-    assert list(rows) == list(JobRequest.__struct_fields__)
+    assert sorted(rows) == sorted(JobRequest.__struct_fields__)
+    options = {o for parameter in readme_code.commands()["aqd submit"].params for o in parameter.opts}
+    for row in PAGE.table("field").rows:
+        assert all(flag in options for flag in code(row[4]) if flag.startswith("-")), row[0]
+    schema = (ROOT / "sql/migrations/0003_applications.sql").read_text()
+    arguments = re.search(r"create function aqd\.enqueue\((.*?)\) returns", schema, re.DOTALL)
+    assert arguments is not None
+    in_sql = re.findall(r"^    (\w+)", arguments[1], re.MULTILINE)
+    named = re.search(r"`aqd\.enqueue\(([^)]*)\)`", PAGE.text)
+    assert named is not None
+    assert named[1].replace(",", " ").split() == [name for name in in_sql if name != "key_scope"]
+    assert set(rows) <= set(in_sql)
+    assert rows["tags"].startswith(f"{job.MAX_TAGS} ")
+    assert rows["meta"] == f"{job.MAX_META_BYTES >> 10} KiB"
+    assert rows["idempotency_key"].startswith(f"1..{job.MAX_KEY_CHARS} ")
     assert rows["priority"] == f"{job.MIN_PRIORITY}..{job.MAX_PRIORITY}"
     assert rows["run_at"] == f"{job.MIN_RUN_AT:%Y-%m-%d}..{job.MAX_RUN_AT:%Y-%m-%d}"
     assert rows["delay_s"] == f"0..{job.MAX_DELAY_S}"
@@ -317,12 +372,10 @@ def test_the_fields_of_a_job() -> None:
 
 def test_the_errors() -> None:
     rows = [(int(row[0]), only(row[1])) for row in PAGE.table("status").rows]
-    assert {kind for _, kind in rows} == {f"urn:aqd:{kind}" for kind in readme_code.problem_kinds()}
     assert rows == sorted(rows, key=lambda row: row[0])
-    from aqd.api import problems
-
-    for status, kind in rows:
-        assert status in problems._TITLES, kind
+    assert sorted((kind, status) for status, kind in rows) == sorted(
+        (f"urn:aqd:{kind}", status) for kind, (status, _) in problems.KINDS.items()
+    )
 
 
 def test_the_commands() -> None:
@@ -333,7 +386,7 @@ def test_the_commands() -> None:
         options = {o for parameter in known[name].params for o in parameter.opts}
         for option in code(text):
             if option.startswith("-") and len(option) > 1:
-                assert option in options, f"{name} {option}"
+                assert option.split()[0] in options, f"{name} {option}"
 
 
 def test_the_status() -> None:
@@ -354,9 +407,9 @@ def test_the_states() -> None:
 def test_the_answer_about_a_job() -> None:
     rows = PAGE.table("in the answer").rows
     named = [name for row in rows for name in code(row[0])]
-    assert sorted(named) == sorted(readme_code.keys_of(render.job, render.job_in_full))
+    assert sorted(named) == sorted(documents.JobInFull.__struct_fields__)
     in_full = [name for row in rows for name in re.findall(r"`(\w+)`\\\*", row[0])]
-    assert set(in_full) == readme_code.keys_of(render.job_in_full) - {"id"}
+    assert set(in_full) == set(documents.JobInFull.__struct_fields__) - set(documents.Job.__struct_fields__)
     states = next(row[1] for row in rows if "`status`" in row[0])
     assert states.split(", ") == [str(state) for state in State]
 
@@ -386,12 +439,21 @@ def test_the_limits() -> None:
     assert limit["result of a handler"] == f"{mib} (`jobs.max_result_bytes`)"
     assert limit["nesting of JSON"] == f"{strict_json.MAX_DEPTH} levels"
     assert limit["one number in JSON"] == f"{strict_json.MAX_NUMBER_CHARS} characters"
-    assert limit["names of types and queues"] == f"{job.MAX_NAME_CHARS} characters"
+    assert limit["tags of a job"] == str(job.MAX_TAGS)
+    assert limit["`meta` of a job"] == f"{job.MAX_META_BYTES >> 10} KiB"
+    years = int(job.MAX_KEY_TTL_HOURS / 24 / 365)
+    assert limit["idempotency key"] == f"{job.MAX_KEY_CHARS} characters; it lives up to {years} years"
+    assert limit["batch over HTTP"].startswith(f"{job.MAX_BATCH} jobs")
+    many = f"{filters.MAX_IDS} by `ids`; {change.MAX_JOBS:,} by filter"
+    assert limit["jobs that one request changes"].startswith(many)
+    assert limit["reason of a discard"] == f"{change.MAX_REASON_CHARS} characters"
+    assert limit["names of types, queues and tags"] == f"{job.MAX_NAME_CHARS} characters"
     assert limit["slots of a daemon"] == str(slots)
     assert limit["attempts, and crashes, of a job"] == str(job.MAX_ATTEMPTS)
     assert limit["time limit of an attempt"] == f"{job.MAX_TIMEOUT_S // 86400} days"
     assert limit["delay of a job"] == f"{job.MAX_DELAY_S // 86400} days"
-    assert limit["page of a list"] == f"{query.LIMIT_MAX} jobs"
+    texts = f"{listing.MAX_PAGE_BYTES >> 20} MiB of texts"
+    assert limit["page of a list"] == f"{query.LIMIT_MAX} jobs, {texts}"
     errors = f"{failures.MAX_ERROR_CHARS} and {failures.MAX_TRACEBACK_CHARS} characters"
     assert limit["stored error, traceback"].startswith(errors)
     assert limit["stored output of an attempt"].startswith(f"{output.LIMIT >> 10} KiB;")
@@ -401,7 +463,7 @@ def test_the_limits() -> None:
 
 def test_the_layers() -> None:
     layers = PAGE.block("Working on the code", "text").text
-    modules = {path.stem for path in (ROOT / "aqd").glob("*.py")} | {"api", "cli"}
+    modules = {path.stem for path in (ROOT / "aqd").iterdir()}
     named = [
         word for line in layers.splitlines() for word in re.split(r"[ ,|…]+", re.sub(r"\s{2,}.*", "", line))
     ]
