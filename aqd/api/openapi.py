@@ -72,6 +72,9 @@ _ONE_TIME: Final[dict[str, Any]] = {
 }
 _ONE_SET: Final[dict[str, Any]] = {"oneOf": [{"required": [name]} for name in ("ids", "filter", "all")]}
 
+# Something beside what Python's str.strip() takes away.
+_VISIBLE: Final = r"[^\s\x1c-\x1f\x85]"
+
 # What types cannot say: by component, merged into its schema.
 _BEYOND: Final[dict[str, Mapping[str, Any]]] = {
     "JobBody": _ONE_TIME
@@ -95,11 +98,11 @@ _BEYOND: Final[dict[str, Mapping[str, Any]]] = {
     },
 }
 _BEYOND["QueueBody"] = {"minProperties": 1, "examples": [{"max_running": 10}]}
-_BEYOND["DiscardBody"] = {"properties": {"reason": {"pattern": r"\S"}}}
+_BEYOND["DiscardBody"] = {"properties": {"reason": {"pattern": _VISIBLE}}}
 _BEYOND["BulkBody"] = _ONE_SET | {"examples": [{"filter": {"type": "send_mail"}}, {"ids": ["4711", "4712"]}]}
 _BEYOND["BulkDiscardBody"] = (
     _ONE_SET
-    | {"properties": {"reason": {"pattern": r"\S"}}}
+    | {"properties": {"reason": {"pattern": _VISIBLE}}}
     | {"examples": [{"ids": ["4711"], "reason": "the customer has left"}]}
 )
 _BEYOND["UpdateBody"] = _ONE_TIME | {"minProperties": 1, "examples": [{"priority": 50}]}
