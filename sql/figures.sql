@@ -165,7 +165,7 @@ where coalesce(s.name, h.type) > :after::text collate "C"
 order by 1
 limit :limit::bigint
 
--- name: list_nodes_in_full :many
+-- name: list_nodes :many
 -- Index: none, a handful of rows.
 select n.node_id, n.name, n.pid, n.version, n.generation, n.slots, n.types, n.state, n.started_at, n.seen_at,
        n.seen_at > now() - :node_ttl_s::double precision * interval '1 second', n.info::text

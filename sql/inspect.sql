@@ -64,12 +64,6 @@ select count(*)
 from aqd.nodes n
 where n.seen_at > now() - :node_ttl_s::double precision * interval '1 second'
 
--- name: list_nodes :many
--- Index: none, a handful of rows.
-select n.node_id, n.name, n.pid, n.version, n.generation, n.slots, n.types, n.state, n.started_at, n.seen_at
-from aqd.nodes n
-order by n.name, n.node_id
-
 -- name: job_facts :many
 -- What the recorder must know about a job that it has not claimed itself (a predecessor's).
 -- Index: primary key.

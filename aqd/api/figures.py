@@ -161,7 +161,7 @@ def type_(row: figures.TypeRow) -> Type:
     )
 
 
-def node(row: figures.NodeInFull) -> Node:
+def node(row: figures.NodeRow) -> Node:
     info = figures.node_info(row)
     return Node(
         node_id=row.node_id,

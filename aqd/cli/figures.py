@@ -108,7 +108,7 @@ def nodes_list_command(app: App, as_json: bool) -> None:
 
     ttl_s = config.load(app.config_path, os.environ).keeper.node_ttl_s
     with connect(app) as conn:
-        rows = figures.list_nodes_in_full(conn, ttl_s)
+        rows = figures.list_nodes(conn, ttl_s)
     if as_json:
         print_json([documents.node(row) for row in rows])
         return

@@ -98,7 +98,7 @@ class TypeRow(NamedTuple):
     stats: Stats | None
 
 
-class NodeInFull(NamedTuple):
+class NodeRow(NamedTuple):
     """A node as it reported itself last. ``info`` is JSON text: ``busy``, ``listener_up``, ``plugins``."""
 
     node_id: str
@@ -281,9 +281,9 @@ def _stats(text: str | None) -> Stats | None:
     return None if text is None else msgspec.json.decode(text, type=Stats)
 
 
-def list_nodes_in_full(conn: Connection, node_ttl_s: float) -> list[NodeInFull]:
+def list_nodes(conn: Connection, node_ttl_s: float) -> list[NodeRow]:
     """All nodes that have not expired, the silent ones included."""
-    return [NodeInFull._make(row) for row in run(conn, "list_nodes_in_full", node_ttl_s=node_ttl_s)]
+    return [NodeRow._make(row) for row in run(conn, "list_nodes", node_ttl_s=node_ttl_s)]
 
 
 def sum_figures(conn: Connection) -> list[Cell]:
@@ -318,7 +318,7 @@ def gauges(conn: Connection) -> list[Cell]:
     return cells
 
 
-def node_gauges(nodes: Iterable[NodeInFull]) -> list[Cell]:
+def node_gauges(nodes: Iterable[NodeRow]) -> list[Cell]:
     """Slots of the live nodes, by name (several on one machine together)."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for node in nodes:
@@ -350,5 +350,5 @@ class NodeInfo(msgspec.Struct, kw_only=True):
     plugins: list[NodePlugin] = msgspec.field(default_factory=list)
 
 
-def node_info(node: NodeInFull) -> NodeInfo:
+def node_info(node: NodeRow) -> NodeInfo:
     return NodeInfo() if node.info is None else msgspec.json.decode(node.info, type=NodeInfo)

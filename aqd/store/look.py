@@ -120,21 +120,6 @@ class JobFacts(NamedTuple):
     crashes: int
 
 
-class NodeRow(NamedTuple):
-    """A daemon as it reported itself last."""
-
-    node_id: str
-    name: str
-    pid: int
-    version: str
-    generation: int
-    slots: int
-    types: list[str]
-    state: str
-    started_at: datetime
-    seen_at: datetime
-
-
 class Health(NamedTuple):
     """``problem`` is None if the schema fits."""
 
@@ -207,11 +192,6 @@ def get_attempts(conn: Connection, id: int) -> list[AttemptRow]:
 def job_facts(conn: Connection, ids: Iterable[int]) -> dict[int, JobFacts]:
     """Type, own bound on attempts, and crashes so far of live jobs, by id."""
     return {row[0]: JobFacts._make(row[1:]) for row in run(conn, "job_facts", ids=int_array(ids))}
-
-
-def list_nodes(conn: Connection) -> list[NodeRow]:
-    """All nodes that have not expired."""
-    return [NodeRow._make(row) for row in run(conn, "list_nodes")]
 
 
 def health(conn: Connection, node_ttl_s: float = 30.0) -> Health:

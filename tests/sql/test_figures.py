@@ -236,7 +236,7 @@ def test_node_of_the_version_before(conn: database.Connection, queue: Queue) -> 
         "insert into aqd.nodes (node_id, name, pid, generation, slots, version, state, types)"
         " values ('old', 'old', 1, 1, 4, '0.0', 'running', '{noop}')"
     )
-    (row,) = figures.list_nodes_in_full(conn, 30.0)
+    (row,) = figures.list_nodes(conn, 30.0)
     assert figures.node_info(row) == figures.NodeInfo()
     assert {cell.metric: cell.total for cell in figures.node_gauges([row])} == {
         "slots": 4.0,
@@ -245,7 +245,7 @@ def test_node_of_the_version_before(conn: database.Connection, queue: Queue) -> 
     }
 
 
-READERS = ("list_queues", "list_types", "list_nodes_in_full", "sum_figures", "busiest_queues", "get_stats")
+READERS = ("list_queues", "list_types", "list_nodes", "sum_figures", "busiest_queues", "get_stats")
 
 
 @pytest.mark.parametrize("name", READERS)

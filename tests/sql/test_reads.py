@@ -7,6 +7,7 @@ import pytest
 from aqd import database, migrate, store
 from aqd.config import Database
 from aqd.errors import ConflictError, NotFoundError
+from aqd.store import figures
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads
 
@@ -110,14 +111,14 @@ def test_health_and_nodes(conn: database.Connection, queue: Queue) -> None:
     node = store.NodeState("n1", "host", 42, "0.1.0", 3, 4, ["b", "a"], "running")
     store.node_seen(conn, node)
     store.node_seen(conn, node._replace(generation=4, types=["c"]))
-    (row,) = store.list_nodes(conn)
+    (row,) = figures.list_nodes(conn, 30.0)
     assert (row.node_id, row.name, row.pid, row.generation, row.types) == ("n1", "host", 42, 4, ["c"])
     found = store.health(conn)
     assert (found.problem, found.live_nodes, found.schema_current) == (None, 1, found.schema_wanted)
     queue.conn.execute("update aqd.nodes set seen_at = now() - interval '31 s'")
     assert store.health(conn, 30.0).live_nodes == 0
     store.node_gone(conn, "n1")
-    assert store.list_nodes(conn) == []
+    assert figures.list_nodes(conn, 30.0) == []
 
 
 def test_health_without_a_schema(empty_database_url: str) -> None:

@@ -57,7 +57,7 @@ def _made(call: Call) -> bytes:
     ttl_s = call.cfg.keeper.node_ttl_s
 
     def look(conn: Connection) -> list[Cell]:
-        nodes = figures.node_gauges(figures.list_nodes_in_full(conn, ttl_s))
+        nodes = figures.node_gauges(figures.list_nodes(conn, ttl_s))
         return [*figures.sum_figures(conn), *figures.gauges(conn), *nodes]
 
     cells = call.pool.read(look)

@@ -7,7 +7,7 @@ from aqd.store import figures
 
 def list_nodes(call: Call) -> Answer:
     ttl_s = call.cfg.keeper.node_ttl_s
-    rows = call.pool.read(lambda conn: figures.list_nodes_in_full(conn, ttl_s))
+    rows = call.pool.read(lambda conn: figures.list_nodes(conn, ttl_s))
     return Answer(documents.NodeList(nodes=[documents.node(row) for row in rows]))
 
 
