@@ -18,6 +18,8 @@ import pytest
 import aqd
 from aqd import (
     __version__,
+    admin,
+    client,
     config,
     failures,
     figures,
@@ -332,6 +334,18 @@ def test_the_proxy() -> None:
     assert int(re.search(r"proxy_read_timeout (\d+)s", block)[1]) > wait.le  # type: ignore[index]
     assert body.limit(config.Config()) == 1 << 20
     assert "client_max_body_size 1m" in block
+
+
+def test_the_names_of_the_clients() -> None:
+    for row in PAGE.table("`aqd.client`").rows:
+        for name in code(row[0]):
+            assert name in client.__all__
+            assert f"{name}_async" in client.__all__
+    for row in PAGE.table("what", "Changing jobs and queues").rows:
+        for name in code(row[3]):
+            module, _, function = name.rpartition(".")
+            assert function in (client if module else admin).__all__
+        assert [method for method in code(row[1]) if method.startswith(("POST", "PATCH", "DELETE"))]
 
 
 def test_the_metrics() -> None:
