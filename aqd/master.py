@@ -512,7 +512,10 @@ class Master:
                 self.stop("aqd stop")
             case _:
                 client.answer(
-                    {"ok": False, "error": f"unknown command {command[:64]!r}; known: status, metrics, reload, stop"}
+                    {
+                        "ok": False,
+                        "error": f"unknown command {command[:64]!r}; known: status, metrics, reload, stop",
+                    }
                 )
 
     @property

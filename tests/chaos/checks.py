@@ -130,6 +130,15 @@ def lost(acknowledged: Mapping[int, int], unanswered: set[int], rows: Iterable[R
     return wrong
 
 
+def doubled(jobs: Mapping[int, Job], rows: Iterable[Row]) -> list[str]:
+    """A job that was submitted under a key is there once, however often it was submitted for want of an answer."""
+    keyed = {number for number, job in jobs.items() if "idempotency_key" in job.options}
+    counts = Counter(row.number for row in rows if row.number in keyed)
+    return [
+        f"job {number} is there {count} times under one key" for number, count in counts.items() if count > 1
+    ]
+
+
 def outcomes(jobs: Mapping[int, Job], rows: Iterable[Row]) -> list[str]:
     """Every job is in a final state, and in one that its payload allows."""
     wrong = []

@@ -20,6 +20,8 @@ COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
 ATTEMPTS = 200
 # A job that hangs does so for longer than any round lasts.
 FOREVER_S = 3600
+# The queue that may run only so many jobs at a time, on all nodes together.
+NARROW, NARROW_MOST = "narrow", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Plan:
     notify: bool
     clock: bool
     max_jobs_per_worker: int
+    reserved: dict[str, int]
     jobs: list[Job] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -83,7 +86,8 @@ class Plan:
                 f"seed {self.seed}: {self.duration_s:g} s, {self.nodes} nodes with {self.slots} slots each, "
                 f"lease {self.lease_s:g} s, drain {self.drain_s:g} s"
                 f"{f', {self.max_jobs_per_worker} jobs a worker' if self.max_jobs_per_worker else ''}"
-                f"{'' if self.notify else ', without notifications'}{', with false clocks' if self.clock else ''}",
+                f"{'' if self.notify else ', without notifications'}{', with false clocks' if self.clock else ''}"
+                f"{', slots reserved' if self.reserved else ''}",
                 f"  {len(self.jobs)} jobs ({cancels} cancelled): " + _counts(kinds),
                 f"  {len(self.faults)} faults: " + _counts(faults),
             ]
@@ -121,6 +125,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Draw]]] = {
     "long": (8, lambda r: _draw("chaos", [{"sleep": round(r.uniform(1, 4), 2)}])),
     # Longer than most leases: while it runs the node has to keep its own, or to let go of it.
     "lasting": (6, lambda r: _draw("chaos", [{"sleep": round(r.uniform(5, 12), 2)}])),
+    "narrow": (8, lambda r: _draw("chaos", [{"sleep": round(r.uniform(0.05, 0.6), 2)}], queue=NARROW)),
     "busy": (3, lambda r: _draw("chaos", [{"burn": round(r.uniform(0.05, 0.3), 3)}])),
     "coroutine": (6, lambda r: _draw("chaos_async", [{"sleep": round(r.uniform(0.01, 1), 3)}])),
     "delayed": (6, lambda r: _draw("chaos", [{"sleep": 0.02}], delay_s=round(r.uniform(0.2, 6), 2))),
@@ -228,6 +233,8 @@ def _job(rng: random.Random, number: int, at_s: float, kind: str) -> Job:
     type_, attempts, options, allowed = KINDS[kind][1](rng)
     if rng.random() < 0.3:
         options["priority"] = rng.choice([-10, 5, 50])
+    if rng.random() < 0.3:
+        options["idempotency_key"] = f"job {number}"
     cancel_at_s = round(at_s + rng.expovariate(1.5), 3) if rng.random() < 0.12 else None
     door = "api" if rng.random() < 0.2 else "sql"
     return Job(number, at_s, kind, type_, attempts, allowed, options, door, cancel_at_s)
@@ -325,6 +332,7 @@ def draw(
         notify=rng.random() < 0.8,
         clock=rng.random() < 0.3,
         max_jobs_per_worker=rng.choice([0, 0, 5, 30]),
+        reserved=rng.choice([{}, {}, {NARROW: 1}]),
     )
     # A few slots could not catch up with what keeps four busy.
     plan.jobs.extend(_jobs(rng, duration_s, jobs_per_s * min(1.0, nodes * plan.slots / 4)))

@@ -26,7 +26,7 @@ from psycopg.rows import dict_row
 from tests.chaos import checks, faults
 from tests.chaos.checks import Attempt, Cancelled, Row
 from tests.chaos.faults import Harm
-from tests.chaos.plan import Fault, Job, Plan
+from tests.chaos.plan import NARROW, NARROW_MOST, Fault, Job, Plan
 from tests.chaos.watch import Watcher, boottime_ns, born
 from tests.chaos.world import World
 from tests.fixtures.processes import wait_until
@@ -46,6 +46,7 @@ _ATTEMPTS = """
            (extract(epoch from finished_at) * 1e9)::bigint as ended_ns, coalesce(error, '') as error
     from aqd.job_attempts a
 """
+_NARROW = "select count(*) as running from aqd.jobs where state = 'PROCESSING' and queue = %s"
 _OUTPUTS = """
     select job_id, length(output) from aqd.job_attempts where length(output) > 65536
     union all select id, length(output) from aqd.job_history where length(output) > 65536
@@ -318,6 +319,9 @@ class Storm:
             rows = [checks.row_of(row) for row in self.conn.execute(_ROWS)]
             changed = self.terminal.observe(rows)
             self.result.wrong += changed
+            row = self.conn.execute(_NARROW, [NARROW]).fetchone()
+            if row is not None and row["running"] > NARROW_MOST:
+                self.result.wrong.append(f"{row['running']} jobs of a queue run that may run {NARROW_MOST}")
             return rows
         return None
 
@@ -357,6 +361,7 @@ class Storm:
         jobs, runs = checks.numbered(self.plan.jobs), self.watcher.seen.runs
         result.wrong += self.terminal.observe(rows)
         result.wrong += checks.lost(self.acknowledged, self.unanswered, rows)
+        result.wrong += checks.doubled(jobs, rows)
         result.wrong += checks.outcomes(jobs, rows)
         result.wrong += checks.attempts_add_up(rows, attempts, runs)
         result.wrong += checks.cancelled(self.answers, rows, runs)

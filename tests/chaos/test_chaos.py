@@ -33,7 +33,7 @@ S = 1_000_000_000
 
 
 # Chosen so that together they hold every kind of job and of fault; a change of the plan may want others.
-SHORT = [(1, 1446), (2, 640), (4, 1385)]
+SHORT = [(1, 1383), (2, 359), (4, 2133)]
 
 
 def short(nodes: int, seed: int) -> plan.Plan:
@@ -166,6 +166,14 @@ def test_a_vanished_and_a_doubled_job_are_found() -> None:
     assert checks.lost({1: 0}, set(), [row()]) == []
     assert checks.lost({1: 0, 2: 1}, set(), [row()]) == ["job 2 was acknowledged and is nowhere"]
     assert checks.lost({1: 0}, set(), [row(), row()]) == ["job 1 exists 2 times"]
+
+
+def test_a_job_that_is_there_twice_under_one_key_is_found() -> None:
+    keyed = {1: job(1, idempotency_key="job 1"), 2: job(2)}
+    assert checks.doubled(keyed, [row(10, number=1), row(11, number=2), row(12, number=2)]) == []
+    assert checks.doubled(keyed, [row(10, number=1), row(11, number=1)]) == [
+        "job 1 is there 2 times under one key"
+    ]
 
 
 def test_only_an_unanswered_submission_may_appear() -> None:

@@ -24,7 +24,7 @@ import psycopg
 from aqd import control
 from aqd.errors import Exit, NotRunning
 from tests.chaos.checks import Event
-from tests.chaos.plan import Plan
+from tests.chaos.plan import NARROW, NARROW_MOST, Plan
 from tests.chaos.watch import boottime_ns
 from tests.fixtures import processes
 from tests.fixtures.daemon import ROOT, Daemon
@@ -170,6 +170,7 @@ class World:
                 "renew_s": plan.lease_s / 6,
                 "drain_s": plan.drain_s,
                 "max_jobs_per_worker": plan.max_jobs_per_worker,
+                "reserved": plan.reserved,
             },
             "jobs": {
                 "timeout_s": 60.0,
@@ -209,6 +210,8 @@ class World:
 
     def start(self) -> None:
         """All nodes, and what they have open when nothing goes on."""
+        with self.connect() as conn:
+            conn.execute("insert into aqd.queues (queue, max_running) values (%s, %s)", [NARROW, NARROW_MOST])
         for node in self.nodes:
             self._start(node)
         for node in self.nodes:

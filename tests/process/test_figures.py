@@ -220,7 +220,7 @@ def test_node_says_what_it_is(start_daemon: StartDaemon, jobs: Jobs) -> None:
 
     def look() -> Any:
         with jobs_connection(jobs) as conn:
-            (node,) = figures.list_nodes_in_full(conn, 30.0)
+            (node,) = figures.list_nodes(conn, 30.0)
         info = figures.node_info(node)
         return (node, info) if info.busy == 1 and info.plugins else None
 

@@ -96,6 +96,13 @@ def read_whole(text: str) -> list[str]:
 NOW = datetime.now(UTC)
 
 
+def _name(given: dict[str, Any]) -> str:
+    """Of a case, the same in every process: neither moments nor sets are."""
+    return (
+        ",".join(f"{key}={value}" if isinstance(value, str) else key for key, value in given.items()) or "all"
+    )
+
+
 @pytest.mark.parametrize("oldest", [False, True], ids=["newest", "oldest"])
 @pytest.mark.parametrize(
     ("given", "indexes", "opened", "buffers"),
@@ -124,7 +131,7 @@ NOW = datetime.now(UTC)
             None,
         ),
     ],
-    ids=str,
+    ids=lambda value: _name(value) if isinstance(value, dict) else "",
 )
 def test_a_page_of_jobs(
     conn: database.Connection,
