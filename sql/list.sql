@@ -107,7 +107,7 @@ order by q.place
 -- Records of failed jobs, newest first; by default the open ones. Bounded in bytes as list_jobs_newest.
 -- Index: failed_jobs_open_id, the primary key with the settled ones; primary key of jobs.
 select q.id, q.job_id, q.type, q.queue, q.kind, q.error, q.traceback, q.attempts, q.failures, q.failed_at,
-       q.retried_at, q.resolved_at, q.resolution, j.state, q.reason, q.picked
+       q.retried_at, q.resolved_at, q.resolution, j.state, q.reason, q.note, q.discarded_by, q.picked
 from (
     select f.*, row_number() over by_id as place, count(*) over () as picked,
            sum(coalesce(octet_length(f.error), 0) + coalesce(octet_length(f.traceback), 0)) over by_id as bytes

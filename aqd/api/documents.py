@@ -35,6 +35,7 @@ class Problem(Struct, kw_only=True, omit_defaults=True):
     detail: str
     field: Annotated[str, Meta(description="The path of the value that was refused.")] | None = None
     bound: Annotated[str | int, Meta(description="The limit that was broken.")] | None = None
+    scope: Annotated[str, Meta(description="The scope that the key has not.")] | None = None
     job_id: Annotated[str, Meta(description="The job that an idempotency key stands for.")] | None = None
     differs: (
         Annotated[list[str], Meta(description="The fields in which it was asked for differently.")] | None
@@ -221,7 +222,8 @@ class AttemptPage(Struct, kw_only=True):
 
 
 class FailedJob(Struct, kw_only=True):
-    """A dead-letter record; ``id`` is the record's, ``job_id`` the job's, ``status`` what became of it."""
+    """A dead-letter record; ``id`` is the record's, ``job_id`` the job's, ``status`` what became of it, null once the job
+    has left the queue. ``note`` and ``discarded_by``: why it was discarded, and by whom."""
 
     id: Id
     job_id: Id
@@ -238,6 +240,8 @@ class FailedJob(Struct, kw_only=True):
     retried_at: Moment | None
     resolved_at: Moment | None
     resolution: str | None
+    note: str | None
+    discarded_by: str | None
 
 
 class GroupFilter(Struct, kw_only=True, omit_defaults=True):

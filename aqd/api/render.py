@@ -216,6 +216,8 @@ def failed_job(row: FailedJobRow) -> documents.FailedJob:
         retried_at=moment(row.retried_at),
         resolved_at=moment(row.resolved_at),
         resolution=row.resolution,
+        note=row.note,
+        discarded_by=row.discarded_by,
     )
 
 

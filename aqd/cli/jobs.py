@@ -209,7 +209,7 @@ def failed_list_command(
                 r.reason,
                 r.attempts,
                 r.failed_at,
-                r.state or r.resolution,
+                r.state or (f"{r.resolution}: {shorten(r.note)}" if r.note else r.resolution),
                 shorten(r.error),
             )
             for r in records

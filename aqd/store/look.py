@@ -82,6 +82,8 @@ class FailedJobRow(NamedTuple):
     resolution: str | None
     state: str | None
     reason: str | None
+    note: str | None  # why it was discarded, and by whom
+    discarded_by: str | None
 
 
 class AttemptRow(NamedTuple):

@@ -167,6 +167,8 @@ def test_discard_says_why(api: Api, jobs: Jobs, node: store.Connection) -> None:
     assert answer.json == {"id": str(id), "jobId": str(id), "status": "CANCELLED"}
     row = jobs.conn.execute("select resolution, note, discarded_by from aqd.failed_jobs").fetchone()
     assert row == {"resolution": "discarded", "note": "customer left", "discarded_by": "admin"}
+    (record,) = api.admin("GET", "/admin/failed-jobs?resolved=true").json["failed_jobs"]
+    assert (record["resolution"], record["note"], record["discarded_by"]) == tuple(row.values())
     send(api, "POST", f"/jobs/{id}/discard", {"reason": "again"}).problem(409, "CANCELLED")
     assert api.admin("POST", f"/jobs/{id}/retry").status == 409
 
