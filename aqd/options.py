@@ -174,7 +174,9 @@ def _check_origins(origins: list[str]) -> None:
 
 def _check_counts(value: Any) -> None:
     if not isinstance(value, dict) or not all(type(number) is int for number in value.values()):
-        raise Refused("must be whole numbers by queue, { mail = 2, reports = 1 }")
+        raise Refused(
+            "must be whole numbers by queue, { mail = 2, reports = 1 }; in the environment mail=2,reports=1"
+        )
     _check_names(list(value))
     for name, number in value.items():
         if not 0 <= number <= 512:

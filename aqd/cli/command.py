@@ -134,7 +134,7 @@ def report(error: Exception) -> int:
 
 
 def _usage(error: click.ClickException) -> str:
-    message = error.format_message()
+    message = error.format_message().replace("\n\t", " ")  # click lists choices one a line
     ctx = getattr(error, "ctx", None)
     return f"{message.rstrip('.')} (see {ctx.command_path} --help)" if ctx is not None else message
 

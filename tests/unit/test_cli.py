@@ -133,6 +133,7 @@ def test_no_command_shows_the_help_and_fails(capsys) -> None:
         (["jobs", "update", "1"], "nothing to change: give --priority, --run-at or --delay"),
         (["failed", "discard", "1"], "Missing option '--reason'"),
         (["queues", "limit", "q"], "Missing argument 'N|none'"),
+        (["api-key", "new", "x"], "Missing option '--scope'. Choose from: submit, read, admin ("),
         (["jobs", "cancel", "1", "--wait", "-1"], "-1.0 is not in the range"),
         (["jobs", "cancel", "1", "--wait", "nan"], "nan is not in the range"),
         (["db", "reset"], "this drops every job and all history; say --yes"),

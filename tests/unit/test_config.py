@@ -517,7 +517,7 @@ def test_importing_it_stays_cheap() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("mail", "whole numbers by queue"),
+        ("mail", "whole numbers by queue, { mail = 2, reports = 1 }; in the environment mail=2,reports=1"),
         ("mail=", "whole numbers by queue"),
         ("mail=x", "whole numbers by queue"),
         ("mail=-1", "whole numbers by queue"),
