@@ -78,13 +78,17 @@ class Budget:
             return True
         return bool(self.frame_ns) and load_ns < self.frame_ns / 2
 
+    def stacks(self, mean_ns: float) -> bool:
+        """Whether jobs that take so long travel together, and are claimed ahead; of none is known how long."""
+        return bool(mean_ns) and int(self.frame_ns / mean_ns) > 1
+
     def demand(self, *, idle: int, workers: int, ready: int, mean_ns: float) -> int:
         """How many jobs to claim now. Long jobs are not claimed ahead: another node may be idle."""
         if not workers:
             return 0
-        per_worker = int(self.frame_ns / mean_ns) if mean_ns else 1
-        if per_worker <= 1:
+        if not self.stacks(mean_ns):
             return max(0, idle - ready)
+        per_worker = int(self.frame_ns / mean_ns)
         target = min(CLAIM_MAX, 2 * workers * min(per_worker, FRAME_JOBS_MAX))
         # Half a target at a time: many small claims cost more than a few large ones.
         return target - ready if ready < target / 2 else 0

@@ -100,6 +100,7 @@ class Claimer(threading.Thread):
     def made_room(self) -> None:
         """Something is recorded: a queue that ran as many jobs as it may can run another one."""
         self.settled += 1
+        self.book.made_room()
         if self.book.held_back:
             self.wake()
 
@@ -151,7 +152,7 @@ class Claimer(threading.Thread):
         while self._lowered:
             self.book.lower(*self._lowered.pop())
         wanted = self.wanted
-        if wanted.limit <= 0 or not self._types:
+        if wanted.total <= 0 or not self._types:
             if self.session.connection is None:
                 self.session.run(lambda _: None)  # says whether the database is there
             self._wait(_NO_JOBS_S if self.session.connection else 1.0)

@@ -17,9 +17,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
+import psycopg
+
 from aqd.database import Connection, int_array, run, text_array
 from aqd.lanes import Floor, LaneKey, Lanes, Plan, Taken
-from aqd.shares import Shares
+from aqd.shares import COMMON, Shares
 
 CHANNEL: Final = "aqd_jobs"
 # Its payload is the node that runs the job which was cancelled (aqd.cancel).
@@ -61,17 +63,27 @@ _NOW_US: Final = len(ClaimedJob._fields) - 1
 _WALK_US: Final = _NOW_US + 1
 _ROOM: Final = _NOW_US + 2
 
+# A queue that is full is not asked again for so long, unless this node has recorded something.
+FULL_S: Final = 0.2
+# How often, while a job comes to the age at which it is owed a turn, the heads of lanes are looked at.
+LOOKS_AT_HEADS: Final = 6
+
 
 class Wish(NamedTuple):
-    """How many jobs a node wants: ``limit`` in all, for ``idle`` slots, while its pools hold as many slots as
-    ``taken`` says."""
+    """How many jobs a node wants, by pool (:mod:`aqd.shares`). Those of the pools ``by_slot`` take a slot each, of
+    ``idle`` ones, while the pools hold as many slots as ``taken`` says; the others are short and claimed ahead."""
 
-    limit: int
-    idle: int
-    taken: Mapping[str, int]
+    limits: Mapping[str, int]
+    by_slot: frozenset[str] = frozenset()
+    idle: int = 0
+    taken: Mapping[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        return sum(self.limits.values())
 
 
-NOTHING: Final = Wish(0, 0, {})
+NOTHING: Final = Wish({})
 
 
 class ClaimBook:
@@ -104,6 +116,10 @@ class ClaimBook:
         self._aging_s = aging_s
         self._shares = shares or Shares({})
         self.held_back = False
+        self._sweep_s = sweep_s
+        self._full: set[str | None] = set()  # queues that had no more room, not asked again for a moment
+        self._full_until = self._settings_at = self._heads_at = 0.0
+        self._room_made = False
         self._lowered: deque[LaneKey] = deque()
         self._many = False
         self._now_us = 0
@@ -135,28 +151,53 @@ class ClaimBook:
         reserved.
 
         One statement while the known lanes give jobs. Discovery of lanes goes before it when a sweep is
-        due, and after it when it found nothing.
+        due, and after it when it found nothing. An error after a statement that gave jobs is no error: they are
+        claimed, and the next call meets it again.
         """
         if isinstance(wish, int):
-            wish = Wish(wish, wish, {})
+            wish = Wish({COMMON: wish})
         self.held_back = False
-        if wish.limit <= 0 or not self._types:
+        if wish.total <= 0 or not self._types:
             return []
+        jobs: list[ClaimedJob] = []
+        try:
+            self._claim_into(jobs, conn, wish)
+        except psycopg.Error:
+            if not jobs:
+                raise
+        return jobs
+
+    def made_room(self) -> None:
+        """Something is recorded: queues that were full may not be. From any thread."""
+        self._room_made = True
+
+    def _claim_into(self, jobs: list[ClaimedJob], conn: Connection, wish: Wish) -> None:
         while self._lowered:
             self._lanes.lower(self._lowered.popleft(), self._clock())
         now = self._clock()
+        if self._room_made or now >= self._full_until:
+            self._room_made = False
+            self._full.clear()
+            self._full_until = now + FULL_S
         swept = self._lanes.sweep_due(now)
         if swept:
+            self._full.clear()
             self._lanes.begin_sweep(now)
             self._discover(conn)
             self._look_at_heads(conn)
-        jobs = self._claim_for(conn, wish, None)
-        looked = not jobs and not swept and self._lanes.look_due(self._clock())
-        if looked:
+        elif now >= self._settings_at:  # sweeps may be far between where they are dear
+            rows = run(conn, "queue_settings")
+            self._lanes.settings(
+                {queue for queue, paused, _ in rows if paused},
+                {queue for queue, _, limited in rows if limited},
+            )
+            self._settings_at = now + self._sweep_s
+        self._swept, self._looked = swept, False
+        self._claim_pools(jobs, conn, wish, None)
+        if not jobs and not swept and self._lanes.look_due(self._clock()):
             fresh = frozenset(self._discover(conn))
-            jobs = self._claim_for(conn, wish, fresh)
-        self._swept, self._looked = swept, looked
-        return jobs
+            self._looked = True
+            self._claim_pools(jobs, conn, wish, fresh)
 
     def blind_s(self) -> float | None:
         """Seconds until a claim may see what the last one, which found nothing, could not: a notified job
@@ -182,49 +223,55 @@ class ClaimBook:
         wait = rows[0][0]
         return None if wait is None else max(float(wait), 0.0)
 
-    def _claim_for(self, conn: Connection, wish: Wish, only: Collection[LaneKey] | None) -> list[ClaimedJob]:
+    def _claim_pools(
+        self, jobs: list[ClaimedJob], conn: Connection, wish: Wish, only: Collection[LaneKey] | None
+    ) -> None:
         """From all lanes, or from some ``only``; pool by pool where slots are reserved."""
-        if not self._shares:
-            wanted = None if only is None else only.__contains__
-            return self._claim(conn, wish.limit, wanted)
-        jobs: list[ClaimedJob] = []
         idle, taken = wish.idle, dict(wish.taken)
-        per_slot = max(1, wish.limit // max(wish.idle, 1))
         for pool in self._shares.pools:
 
-            def of_pool(key: LaneKey, pool: str = pool) -> bool:
+            def wanted(key: LaneKey, pool: str = pool) -> bool:
                 return self._shares.pool_of(key.queue) == pool and (only is None or key in only)
 
-            slots = self._shares.allowed(pool, idle, taken)
-            limit = min(slots * per_slot, wish.limit - len(jobs))
-            if limit <= 0:
-                continue
-            found = self._claim(conn, limit, of_pool)
-            jobs += found
-            used = -(-len(found) // per_slot)
-            idle -= used
-            taken[pool] = taken.get(pool, 0) + used
-        return jobs
+            limit = wish.limits.get(pool, 0)
+            if pool in wish.by_slot:
+                limit = min(limit, self._shares.allowed(pool, idle, taken))
+            before = len(jobs)
+            if limit > 0:
+                everything = not self._shares and only is None
+                self._claim(jobs, conn, before + limit, None if everything else wanted, pool)
+            if pool in wish.by_slot:
+                idle -= len(jobs) - before
+                taken[pool] = taken.get(pool, 0) + len(jobs) - before
 
     def _claim(
-        self, conn: Connection, limit: int, wanted: Callable[[LaneKey], bool] | None
-    ) -> list[ClaimedJob]:
-        jobs: list[ClaimedJob] = []
-        aged = self._lanes.aged_plan(wanted or _any)
+        self,
+        jobs: list[ClaimedJob],
+        conn: Connection,
+        most: int,
+        wanted: Callable[[LaneKey], bool] | None,
+        pool: str,
+    ) -> None:
+        """Until there are ``most``."""
+        aged = self._lanes.aged_plan(wanted or _any, pool)
         if aged is not None:
             plan, owed = aged
-            jobs += self._claim_plan(conn, plan, min(owed, limit))
-            self._lanes.claimed_aged(plan.lanes[0], len(jobs))
-        for plan in self._lanes.plans(wanted):
-            if len(jobs) >= limit:
-                break
-            found = self._claim_plan(conn, plan, limit - len(jobs))
-            self._lanes.claimed(len(found))
+            found = self._claim_plan(conn, plan, min(owed, most - len(jobs)))
             jobs += found
-        return jobs
+            self._lanes.claimed_aged(plan.lanes[0], len(found), pool)
+        for plan in self._lanes.plans(wanted):
+            if len(jobs) >= most:
+                break
+            found = self._claim_plan(conn, plan, most - len(jobs))
+            jobs += found
+            self._lanes.claimed(len(found), pool)
 
     def _look_at_heads(self, conn: Connection) -> None:
         """For how long lanes have waited that others may keep from being served."""
+        now = self._clock()
+        if now < self._heads_at:
+            return
+        self._heads_at = now + self._aging_s / LOOKS_AT_HEADS
         keys = self._lanes.may_age() if self._aging_s else []
         waited: dict[LaneKey, float] = {}
         if keys:
@@ -233,12 +280,16 @@ class ClaimBook:
                 "lane_heads",
                 queues=text_array([key.queue for key in keys]),
                 priorities=int_array([key.priority for key in keys]),
+                types=self._types_array,
             )
             waited = {LaneKey(queue, priority): waited_s for queue, priority, waited_s, _ in rows if queue}
             self._lanes.swept(rows[-1][3])
         self._lanes.age(waited, self._aging_s)
 
     def _claim_plan(self, conn: Connection, plan: Plan, limit: int) -> list[ClaimedJob]:
+        if plan.limited in self._full:  # with many priorities it would be asked again for each
+            self.held_back = True
+            return []
         rows = run(
             conn,
             "claim_jobs",
@@ -259,6 +310,7 @@ class ClaimBook:
         room = rows[0][_ROOM]
         if room < limit:
             self.held_back = True
+            self._full.add(plan.limited)
             limit = room
         if rows[0][0] is None:
             rows.clear()
@@ -277,6 +329,7 @@ class ClaimBook:
             rows = run(conn, "list_lanes_distinct", queues=self._queues)
             self._many = len(rows) >= _MANY_LANES // 2
         now = self._clock()
+        self._settings_at = now + self._sweep_s
         cost_s = rows[-1][4]
         self._lanes.swept(cost_s)
         self._lanes.looked(cost_s, now)

@@ -346,7 +346,7 @@ class Dispatcher:
             link.unfinished.pop(number, None)
         held = link.held[number]
         if held.job is not None:
-            self.stock.estimates.learn(held.job.type, message.wall_ns)
+            self.stock.learn(held.job, message.wall_ns)
         self._put(outcomes.from_message(link, held, message))
 
     def _put(self, work: Work) -> None:
@@ -538,7 +538,7 @@ class Dispatcher:
     def _claim(self, links: list[Link]) -> None:
         wanted = self.stock.demand(links)
         if wanted != self.claimer.wanted:
-            more = wanted.limit > self.claimer.wanted.limit
+            more = wanted.total > self.claimer.wanted.total
             self.claimer.wanted = wanted
             if more:
                 self.claimer.wake()

@@ -31,6 +31,8 @@ MAX_SWEEP_S: Final = 30.0
 _CHEAP_LOOK_S: Final = 0.001
 # Of so many jobs claimed by priority one more is claimed by age.
 AGED_SHARE: Final = 10
+# At most so many at once: what a claim of a thousand jobs owes.
+MAX_OWED: Final = 100
 
 
 class Floor(NamedTuple):
@@ -90,8 +92,10 @@ class Lanes:
         self._sweep_cost = 0.0
         self._next_look = 0.0
         self._limited: frozenset[str] = frozenset()
+        self._paused: frozenset[str] = frozenset()
         self._aged: list[LaneKey] = []  # longest waiting first
-        self._credit = 0  # jobs claimed by priority since the last that was claimed by age
+        # By pool: ten times what is owed to age, minus what has been paid back.
+        self._credit: dict[str, int] = {}
 
     def keys(self) -> list[LaneKey]:
         """All lanes, highest priority first."""
@@ -116,7 +120,7 @@ class Lanes:
         Lanes that were not seen are empty: they are kept for a while. ``paused``: queues whose lanes are dropped;
         ``limited``: queues that have a limit.
         """
-        self._limited = frozenset(limited)
+        self.settings(paused, limited)
         fresh = []
         for key in found:
             if key.queue in paused:
@@ -128,10 +132,17 @@ class Lanes:
             else:
                 lane.seen_at = now
         for key, lane in list(self._lanes.items()):
-            if key.queue in paused or now - lane.seen_at > KEEP_LANE_S:
+            if now - lane.seen_at > KEEP_LANE_S:
                 del self._lanes[key]
         self._regroup()
         return fresh
+
+    def settings(self, paused: Collection[str], limited: Collection[str]) -> None:
+        """Take over what is set for queues: the lanes of paused ones are dropped, and not made again."""
+        self._paused, self._limited = frozenset(paused), frozenset(limited)
+        for key in [key for key in self._lanes if key.queue in self._paused]:
+            del self._lanes[key]
+        self._regroup()
 
     def look_due(self, now: float) -> bool:
         """Whether an idle claimer may look for new lanes."""
@@ -172,6 +183,8 @@ class Lanes:
 
     def lower(self, key: LaneKey, now: float) -> None:
         """This node put a job back into the lane, behind its floor."""
+        if key.queue in self._paused:
+            return
         lane = self._lanes.get(key)
         if lane is None:
             self._lanes[key] = _Lane(key, now)
@@ -197,25 +210,26 @@ class Lanes:
             (key for key, waited in waited_s.items() if waited >= aging_s), key=lambda key: -waited_s[key]
         )
 
-    def aged_plan(self, wanted: Callable[[LaneKey], bool]) -> tuple[Plan, int] | None:
-        """The statement for what is owed to age, if anything is, and how many jobs: the longest waiting lane's."""
-        owed = self._credit // AGED_SHARE
+    def aged_plan(self, wanted: Callable[[LaneKey], bool], pool: str = "") -> tuple[Plan, int] | None:
+        """The statement for what is owed to age, if anything is, and how many jobs: the longest waiting lane's.
+        ``pool``: whose claims these are; each has an account of its own."""
+        owed = self._credit.get(pool, 0) // AGED_SHARE
         if not owed:
             return None
         key = next((key for key in self._aged if key in self._lanes and wanted(key)), None)
         return (self.plan_for([key])[0], owed) if key is not None else None
 
-    def claimed(self, number: int) -> None:
-        """So many jobs were claimed by priority. While nobody waits too long no debt grows."""
-        self._credit += number
-        if not self._aged:
-            self._credit = min(self._credit, AGED_SHARE)
+    def claimed(self, number: int, pool: str = "") -> None:
+        """So many jobs were claimed by priority. While nobody waits too long no debt grows, and it never grows
+        beyond what a large claim owes: a pool without a slot has lanes that wait, and no turn to give them."""
+        most = MAX_OWED * AGED_SHARE if self._aged else AGED_SHARE
+        self._credit[pool] = min(self._credit.get(pool, 0) + number, most)
 
-    def claimed_aged(self, key: LaneKey, number: int) -> None:
+    def claimed_aged(self, key: LaneKey, number: int, pool: str = "") -> None:
         """A lane had its turn by age; the next time it is another one's, until the lanes are looked at again."""
         self._aged.remove(key)
         if number:
-            self._credit -= number * AGED_SHARE
+            self._credit[pool] -= number * AGED_SHARE
             self._aged.append(key)
 
     # claiming

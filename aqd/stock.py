@@ -25,7 +25,7 @@ from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link
 from aqd.page import Flag
 from aqd.process import boottime, boottime_ns
-from aqd.shares import Shares
+from aqd.shares import COMMON, Shares
 
 # Claimed jobs for which no worker became free are given back: another node may be idle.
 READY_LIMIT_S: Final = 0.5
@@ -71,6 +71,8 @@ class Stock:
         self.shares = Shares(config.daemon.reserved)
         self._ready = {pool: _Row() for pool in self.shares.pools}
         self._single = _Row()
+        unknown_ns = self.estimates.unknown_ns
+        self._means = {pool: Estimates(unknown_ns) for pool in self.shares.pools}
 
     def _rows(self) -> Iterator[_Row]:
         yield from self._ready.values()
@@ -165,7 +167,7 @@ class Stock:
             room = self._room(link)
             if link.exhausted or link.recalling or room < 1:
                 continue
-            if self._single.jobs and not link.page.written:
+            if not link.page.written and self._next_single(links) is not None:
                 continue  # kept for a one-shot job
             if not self.budget.wants_more(link.load_ns, len(link.unfinished)):
                 continue
@@ -202,6 +204,12 @@ class Stock:
         usable = sum(1 for link in links if not link.exhausted or link.unfinished)
         return usable - len(busy), self.shares.count(busy)
 
+    def learn(self, job: ClaimedJob, wall_ns: int) -> None:
+        """How long a job took."""
+        self.estimates.learn(job.type, wall_ns)
+        if self.shares:
+            self._means[self.shares.pool_of(job.queue)].learn(job.type, wall_ns)
+
     def demand(self, links: Collection[Link]) -> Wish:
         """How many jobs to claim now."""
         for link in links:
@@ -209,23 +217,45 @@ class Stock:
                 link.exhausted, link.overtime = False, True
         usable = [link for link in links if not link.exhausted]
         idle = sum(1 for link in usable if not link.unfinished)
-        if not idle and boottime() >= max(row.given_at for row in self._ready.values()) + READY_LIMIT_S:
+        if self.shares:
+            return self._demand_by_pool(links, usable, idle)
+        row = self._ready[COMMON]
+        if not idle and boottime() >= row.given_at + READY_LIMIT_S:
             return NOTHING
-        ready = len(self)
-        limit = self.budget.demand(
-            idle=idle, workers=len(usable), ready=ready, mean_ns=self.estimates.mean_ns
+        mean_ns = self.estimates.mean_ns
+        return Wish(
+            {COMMON: self.budget.demand(idle=idle, workers=len(usable), ready=len(self), mean_ns=mean_ns)}
         )
-        if not self.shares or limit <= 0:
-            return Wish(limit, idle, {})
-        if limit > idle:  # short jobs, ahead of slots that will soon be free: shares of all of them
-            return Wish(limit, len(usable), {})
+
+    def _demand_by_pool(self, links: Collection[Link], usable: Collection[Link], idle: int) -> Wish:
+        """Each pool asks for the slots that it has and may have besides, by how long *its* jobs take."""
         taken = self._slots(links)[1]
-        for pool, row in self._ready.items():
-            taken[pool] = taken.get(pool, 0) + len(row.jobs)
+        waiting = {pool: len(row.jobs) for pool, row in self._ready.items()}
         for held in self._single.jobs:
-            pool = self.shares.pool_of(held.job.queue if held.job else "")
-            taken[pool] = taken.get(pool, 0) + 1
-        return Wish(limit, max(0, idle - ready), taken)
+            waiting[self._pool(held)] += 1
+        by_slot = frozenset(
+            pool for pool, mean in self._means.items() if not self.budget.stacks(mean.mean_ns)
+        )
+        # What waits for a slot of its own will have one.
+        due = {pool: waiting[pool] for pool in by_slot}
+        left = max(0, idle - sum(due.values()))
+        then = {pool: taken.get(pool, 0) + due.get(pool, 0) for pool in self.shares.pools}
+        limits = {}
+        for pool, row in self._ready.items():
+            free = self.shares.allowed(pool, left, then)
+            if not free and boottime() >= row.given_at + READY_LIMIT_S:
+                continue
+            limits[pool] = (
+                free
+                if pool in by_slot
+                else self.budget.demand(
+                    idle=free,
+                    workers=min(len(usable), taken.get(pool, 0) + free),
+                    ready=waiting[pool],
+                    mean_ns=self._means[pool].mean_ns,
+                )
+            )
+        return Wish(limits, by_slot, left, then)
 
     def _room(self, link: Link) -> int:
         most = 0 if link.overtime else self.config.daemon.max_jobs_per_worker
@@ -266,7 +296,7 @@ class Stock:
         used = sorted(
             (link for link in links if not (link.exhausted or link.overtime)), key=lambda item: item.load_ns
         )
-        for link in used[: max(0, len(self._single.jobs) - coming)]:
+        for link in used[: max(0, self._singles_that_may(links) - coming)]:
             if link.page.written:
                 self._exhaust(link)
 
@@ -275,11 +305,25 @@ class Stock:
         if not self.shares:
             return self._single.jobs[0] if self._single.jobs else None
         idle, taken = self._slots(links)
+        return next(
+            (held for held in self._single.jobs if self.shares.allowed(self._pool(held), idle, taken)), None
+        )
+
+    def _singles_that_may(self, links: Collection[Link]) -> int:
+        """How many of the one-shot jobs may have slots now."""
+        if not self.shares:
+            return len(self._single.jobs)
+        idle, taken = self._slots(links)
+        number = 0
         for held in self._single.jobs:
-            pool = self.shares.pool_of(held.job.queue if held.job else "")
+            pool = self._pool(held)
             if self.shares.allowed(pool, idle, taken):
-                return held
-        return None
+                number, idle = number + 1, idle - 1
+                taken[pool] = taken.get(pool, 0) + 1
+        return number
+
+    def _pool(self, held: Held) -> str:
+        return self.shares.pool_of(held.job.queue if held.job is not None else COMMON)
 
     def _certain(self, jobs: list[Held], fresh_ns: int) -> list[Held]:
         for held in jobs:

@@ -30,7 +30,8 @@ with lane as (
     ) as l
 ), room as materialized (
     select case when :limited::text is null then :limit::bigint
-                else aqd.queue_room(:limited::text, :limit::bigint) end as jobs
+                else aqd.queue_room(:limited::text, :limit::bigint) end as jobs,
+           clock_timestamp() as began_at  -- after that: waiting for the queue's row is no walking
 ), picked as materialized (
     select ready.id
     from lane cross join lateral (
@@ -65,7 +66,8 @@ with lane as (
               array_to_json(j.tags)::text as tags, j.meta::text as meta
 )
 select c.*, clock.now_us,
-       (date_part('epoch', (select clock_timestamp()) - now()) * 1000000::double precision)::bigint as walk_us,
+       (date_part('epoch', (select clock_timestamp()) - (select r.began_at from room r))
+        * 1000000::double precision)::bigint as walk_us,
        (select r.jobs from room r) as room
 from (select (date_part('epoch', now()) * 1000000::double precision)::bigint as now_us) as clock
 left join claimed c on true
@@ -98,18 +100,29 @@ where q.paused or q.max_running is not null
 union all
 select null, null, false, false, date_part('epoch', clock_timestamp() - statement_timestamp())
 
+-- name: queue_settings :many
+-- The queues that are paused or have a limit, as list_lanes gives them: for when it is too dear to be asked often.
+-- Index: none, a handful of queues.
+select q.queue, q.paused, q.max_running is not null
+from aqd.queues q
+where q.paused or q.max_running is not null
+
 -- name: lane_heads :many
--- For how many seconds the first job of each of these lanes has been due; only lanes that have a due one. One more
--- row, at the end, says what the look has cost the server.
+-- For how many seconds the first job of each of these lanes that this node could run has been due; only lanes that
+-- have one among their first twenty. One more row, at the end, says what the look has cost the server.
 -- Index: jobs_ready, one probe a lane.
 (select l.queue, l.priority, date_part('epoch', now() - head.run_at), null::double precision
  from unnest(:queues::text[], :priorities::smallint[]) as l(queue, priority)
  cross join lateral (
-     select j.run_at
-     from aqd.jobs j
-     where j.state = 'QUEUED' and j.queue = l.queue and j.priority = l.priority
-     order by j.run_at, j.id
-     limit 1
+     select min(front.run_at) as run_at
+     from (
+         select j.run_at, j.type
+         from aqd.jobs j
+         where j.state = 'QUEUED' and j.queue = l.queue and j.priority = l.priority
+         order by j.run_at, j.id
+         limit 20
+     ) as front
+     where front.type = any(:types::text[])
  ) as head
  where head.run_at <= now())
 union all

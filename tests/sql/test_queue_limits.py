@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import psycopg
 import pytest
 
 from aqd import claims, database, store
@@ -11,7 +13,7 @@ from aqd.claims import Wish
 from aqd.lanes import AGED_SHARE
 from aqd.shares import Shares
 from tests.sql.conftest import Connect
-from tests.sql.support import Queue, book, completion, in_threads
+from tests.sql.support import Queue, book, completion, in_threads, released
 
 
 def limit(queue: Queue, name: str, most: int | None) -> None:
@@ -43,6 +45,7 @@ def test_a_limited_queue_gives_no_more_than_its_limit(conn: database.Connection,
     assert mine.held_back
     assert [job.queue for job in mine.claim(conn, 10)] == ["wide"] * 10
     finish(conn, [job for job in first if job.queue == "narrow"][:2])
+    mine.made_room()
     assert [job.queue for job in mine.claim(conn, 10)].count("narrow") == 2
 
 
@@ -57,6 +60,7 @@ def test_a_full_queue_hides_nothing(conn: database.Connection, queue: Queue) -> 
         assert len(jobs) == 1
         assert mine.claim(conn, 5) == []
         finish(conn, jobs)
+        mine.made_room()
         seen += [job.id for job in jobs]
     assert seen == sorted(seen)
 
@@ -175,16 +179,118 @@ def test_an_aged_lane_of_a_limited_queue_keeps_the_limit(conn: database.Connecti
 def test_pools_are_claimed_within_their_shares(conn: database.Connection, queue: Queue) -> None:
     queue.fill(20, queue="slow", priority=100)
     queue.fill(20, queue="mail")
+    pools = ("mail", "reports", "")
+
+    def wish(idle: int, taken: dict[str, int]) -> Wish:
+        return Wish(dict.fromkeys(pools, idle), frozenset(pools), idle, taken)
+
     mine = book(shares=Shares({"mail": 2, "reports": 1}))
-    jobs = mine.claim(conn, Wish(8, 8, {}))
-    names = [job.queue for job in jobs]
+    names = [job.queue for job in mine.claim(conn, wish(8, {}))]
     assert (names.count("mail"), names.count("slow")) == (
         7,
         0,
     )  # it may have all but what is kept for reports
-    mine = book(shares=Shares({"mail": 2, "reports": 1}))
-    jobs = mine.claim(conn, Wish(3, 3, {"mail": 2, "": 3}))
-    assert [job.queue for job in jobs] == ["mail", "mail"]
+    names = [job.queue for job in mine.claim(conn, wish(3, {"mail": 2, "": 3}))]
+    assert names == ["mail", "mail"]
     queue.conn.execute("delete from aqd.jobs where queue = 'mail'")
-    jobs = mine.claim(conn, Wish(6, 6, {}))
-    assert [job.queue for job in jobs] == ["slow"] * 3
+    names = [job.queue for job in mine.claim(conn, wish(6, {}))]
+    assert names == ["slow"] * 3
+
+
+def test_short_jobs_are_claimed_ahead_of_slots(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(50, queue="mail")
+    queue.fill(50, queue="slow")
+    mine = book(shares=Shares({"mail": 1}))
+    jobs = mine.claim(conn, Wish({"mail": 40, "": 2}, frozenset({""}), 3, {"mail": 1}))
+    names = [job.queue for job in jobs]
+    assert (names.count("mail"), names.count("slow")) == (40, 2)
+
+
+def test_what_is_owed_to_age_is_bounded_for_a_pool_without_a_slot(
+    conn: database.Connection, queue: Queue
+) -> None:
+    queue.fill(300, queue="old", run_at="now() - interval '2 hours'")
+    queue.fill(300, queue="urgent", priority=50)
+    queue.fill(4000, queue="mail")
+    mine = book(shares=Shares({"mail": 1}), aging_s=60.0)
+    for _ in range(4):
+        mine.claim(conn, Wish({"mail": 1000}))
+    names = [job.queue for job in mine.claim(conn, Wish({"": 110}))]
+    assert names.count("old") <= 10
+
+
+def test_an_error_after_jobs_were_claimed_loses_none_of_them(connect: Connect, queue: Queue) -> None:
+    """The second statement of the claim fails: what the first one took is handed over, its attempt is not wasted."""
+    queue.fill(3, queue="first", priority=10)
+    queue.fill(3, queue="narrow")
+    limit(queue, "narrow", 2)
+    conn, mine = connect(), book()
+    original = queue.value("select pg_get_functiondef('aqd.queue_room(text, bigint)'::regprocedure)")
+    queue.conn.execute(
+        "create or replace function aqd.queue_room(queue text, wanted bigint) returns bigint language plpgsql "
+        "as $$ begin raise exception 'refused'; end $$"
+    )
+    assert [job.queue for job in mine.claim(conn, 5)] == ["first"] * 3
+    with pytest.raises(psycopg.errors.RaiseException):
+        mine.claim(conn, 5)
+    queue.conn.execute(original)
+    assert len(mine.claim(conn, 5)) == 2
+
+
+def test_a_full_queue_with_many_priorities_is_asked_once(
+    conn: database.Connection, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    run = claims.run
+
+    def counting(conn: database.Connection, name: str, /, **params: Any) -> list[database.Row]:
+        if params.get("limited"):
+            asked.append(params["limited"])
+        return run(conn, name, **params)
+
+    for priority in range(20):
+        queue.fill(2, queue="narrow", priority=priority)
+        queue.fill(2, queue="between", priority=priority, type="unknown")  # so that they are no neighbours
+    limit(queue, "narrow", 1)
+    mine = book(sweep_s=1e6, clock=lambda: 100.0)
+    assert len(mine.claim(conn, 1)) == 1
+    monkeypatch.setattr(claims, "run", counting)
+    assert mine.claim(conn, 5) == []
+    assert asked == ["narrow"]
+    assert mine.claim(conn, 5) == []
+    assert asked == ["narrow"]
+    assert mine.held_back
+    mine.made_room()
+    assert mine.claim(conn, 5) == []
+    assert asked == ["narrow"] * 2
+
+
+def test_a_job_that_comes_back_does_not_open_a_paused_queue(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(3, queue="q")
+    mine = book(sweep_s=0)
+    (job,) = mine.claim(conn, 1)
+    queue.conn.execute("insert into aqd.queues (queue, paused) values ('q', true)")
+    assert mine.claim(conn, 1) == []
+    store.release(conn, [released(job)], 20)
+    mine.lower("q", 0)
+    assert mine.claim(conn, 3) == []
+
+
+def test_settings_are_seen_although_sweeps_are_far_between(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(3, queue="q")
+    clock = [100.0]
+    mine = book(clock=lambda: clock[0])
+    assert len(mine.claim(conn, 1)) == 1
+    mine._lanes.swept(10.0)  # so dear that the next one comes in half a minute
+    queue.conn.execute("insert into aqd.queues (queue, paused) values ('q', true)")
+    clock[0] += 2.0
+    assert not mine.sweep_due(clock[0])
+    assert mine.claim(conn, 1) == []
+
+
+def test_a_lane_has_the_age_of_what_this_node_can_run(conn: database.Connection, queue: Queue) -> None:
+    queue.fill(3, type="unknown", queue="mixed", run_at="now() - interval '2 hours'")
+    queue.fill(5, queue="mixed", run_at="now()")
+    queue.fill(60, queue="urgent", priority=50)
+    mine = book(aging_s=60.0, sweep_s=0)
+    assert {job.queue for _ in range(5) for job in mine.claim(conn, 10)} == {"urgent"}

@@ -185,7 +185,7 @@ def test_a_worker_that_a_predecessor_gave_its_last_job_is_replaced(world: Callab
     here.give()
     assert ids(link) == []
     assert here.recycled() == [link.incarnation]
-    assert here.stock.demand(here.links).limit == 0
+    assert here.stock.demand(here.links).total == 0
 
 
 @pytest.mark.parametrize("why", ["noop", "alone"])
@@ -197,9 +197,9 @@ def test_a_worker_whose_successor_does_not_come_serves_on(world: Callable[..., W
     here.give()
     here.stock.release_all("tests")
     assert link.exhausted
-    assert here.stock.demand(here.links).limit == 0
+    assert here.stock.demand(here.links).total == 0
     link.exhausted_at -= SUCCESSOR_LIMIT_S
-    assert here.stock.demand(here.links).limit == 1
+    assert here.stock.demand(here.links).total == 1
     for number in range(3, 6):
         here.add("noop")
         here.give()
@@ -216,7 +216,7 @@ def test_a_worker_that_was_given_a_one_shot_job_gets_nothing_more(world: Callabl
     here.give()
     link.recorded(0)
     here.add("noop")
-    assert here.stock.demand(here.links).limit == 0
+    assert here.stock.demand(here.links).total == 0
     here.give()
     assert ids(link) == []
 
@@ -344,11 +344,53 @@ def test_a_pool_without_a_slot_gives_its_jobs_back_while_others_go_on(world: Cal
     assert here.released == [(waiting.id, "no worker became free")]
 
 
-def test_the_wish_says_which_pools_hold_what(world: Callable[..., World]) -> None:
+def test_each_pool_asks_for_what_it_may_have(world: Callable[..., World]) -> None:
     here = world(slots=4, reserved={"mail": 1}, frame_ms=0)
     for _ in range(4):
         here.worker()
+    wish = here.stock.demand(here.links)
+    assert (wish.limits, wish.idle) == ({"mail": 4, "": 3}, 4)
     here.add("noop", queue="slow")
     here.give()
     here.add("noop", queue="mail")
-    assert here.stock.demand(here.links) == (2, 2, {"": 1, "mail": 1})
+    wish = here.stock.demand(here.links)
+    assert (wish.limits, wish.idle, wish.taken) == ({"mail": 2, "": 2}, 2, {"mail": 1, "": 1})
+    here.add("noop", 3, queue="slow")
+    assert here.stock.demand(here.links).limits == {"mail": 0, "": 0}
+
+
+def test_a_pool_of_long_jobs_is_not_claimed_ahead_because_another_ones_are_short(
+    world: Callable[..., World],
+) -> None:
+    here = world(slots=4, reserved={"fast": 2}, frame_ms=5)
+    for _ in range(4):
+        here.worker()
+    fast, slow = here.add("noop", queue="fast")[0], here.add("hungry", queue="slow")[0]
+    assert fast.job is not None
+    assert slow.job is not None
+    here.give()
+    for _ in range(100):
+        here.stock.learn(fast.job, 10_000)
+    here.stock.learn(slow.job, 3_000_000_000)
+    here.add("hungry", 1, queue="slow")
+    here.give()
+    limits = here.stock.demand(here.links).limits
+    assert limits.get("", 0) == 0
+    assert limits["fast"] > 100
+
+
+def test_a_fresh_worker_is_not_kept_for_a_one_shot_job_that_may_not_have_it(
+    world: Callable[..., World],
+) -> None:
+    here = world(slots=3, reserved={"fast": 1}, frame_ms=0)
+    for _ in range(3):
+        here.worker()
+    here.add("alone", 9, queue="other")
+    here.give()
+    assert sorted(queues(here)) == [[], ["other"], ["other"]]
+    here.add("noop", queue="fast")
+    here.give()
+    assert sorted(queues(here)) == [["fast"], ["other"], ["other"]]
+    assert (
+        len(here.recycled()) == 2
+    )  # of the two that run one-shot jobs: none is made fresh for those that must wait
