@@ -60,6 +60,46 @@ def test_a_slow_queue_leaves_the_reserved_slots(start_daemon, jobs, side):
     assert sum(started[str(id)] for id in slow) == 2
 
 
+def test_a_stream_of_short_jobs_does_not_make_a_node_take_more_long_ones_than_it_has_slots_for(
+    start_daemon, jobs, side
+):
+    """Withheld from other nodes, they would be claimed and given back in a loop."""
+    add(jobs, 300, "fast", 0)
+    start_daemon({"daemon": {"slots": 4, "reserved": {"fast": 2}, "drain_s": 0.0, "kill_grace_s": 0.5}})
+    wait_until(lambda: len(side.runs()) > 100)
+    add(jobs, 200, "slow", 60)
+    wait_until(lambda: sum(event["job"] in slow_ids(jobs) for event in side.events("start")) == 2)
+    for _ in range(40):
+        jobs.wait(jobs.add({}, queue="fast"))
+        assert claimed(jobs, "slow") == 2
+
+
+def slow_ids(jobs):
+    return {str(row["id"]) for row in jobs.conn.execute("select id from aqd.jobs where queue = 'slow'")}
+
+
+def claimed(jobs, queue):
+    statement = "select count(*)::int as n from aqd.jobs where state = 'PROCESSING' and queue = %s"
+    return jobs.conn.execute(statement, [queue]).fetchone()["n"]
+
+
+def test_one_shot_jobs_that_may_have_no_slot_keep_none_from_others(start_daemon, jobs, side):
+    plugin = """
+import time
+from aqd import hookimpl
+
+@hookimpl
+def aqd_register(handlers):
+    handlers.add("alone", lambda payload: time.sleep(60), one_shot=True)
+"""
+    config = {"slots": 3, "reserved": {"fast": 1}, "drain_s": 0.0, "kill_grace_s": 0.5}
+    start_daemon({"daemon": config}, plugins={"alone.py": plugin})
+    for _ in range(20):
+        jobs.add({}, type="alone", queue="slow")
+    wait_until(lambda: claimed(jobs, "slow") >= 2)
+    assert jobs.wait_all(add(jobs, 20, "fast", 0.01), 60) == {"COMPLETED": 20}
+
+
 def test_a_pause_is_kept_and_ends(start_daemon, jobs, side):
     set_queue(jobs, "held", paused=True)
     held = add(jobs, 3, "held", 0)
