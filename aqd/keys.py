@@ -37,10 +37,15 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NAME_WORDS = "1 to 64 of the characters A-Z a-z 0-9 _ -"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VISIBLE = re.compile(r"[!-~]+")
-# What stands in examples and in files that nobody has filled in. Everybody knows these "keys".
+# What stands in examples and in files that nobody has filled in, and what people type to have anything at all.
+# Everybody knows these "keys".
 _PLACEHOLDER = re.compile(
-    r"(?i)<.*>|\$\{?\w+\}?|\{\{.*\}\}|(please[-_ ]?)?(change|replace)[-_ ]?(me|this|it)?[-_ !.\d]*"
-    r"|your[-_ ].*|(my[-_ ]?)?(placeholder|example|todo|none|null|undefined)|x{3,}|\*{3,}"
+    r"""<.*> | \$\{?\w+\}? | \{\{.*\}\} | .*….* | .*\.\.\. | x{3,} | \*{3,}
+    | (please[-_ ]?)?(change|replace|insert)([-_ ]?(me|this|it|with|here|your))?([-_ ].*|[!.\d]*)
+    | your[-_ ].* | [\w-]*api[-_]?key
+    | ((my|the|our|super|api|admin|root|secret|passw[o0]rd|passwd|test|key|token|dummy|sample|placeholder|example|todo
+        |none|null|undefined)[-_ !.\d]*)+""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 
@@ -101,30 +106,36 @@ def load(api: Api, exposed: str | None) -> Ring:
     """The keys of a service; raises :class:`ConfigError`, also where it would be open to a network. ``exposed``: where it
     listens beyond this machine, from :func:`beyond`.
 
-    Named keys are needed wherever there are any. Without one, SUBMIT and READ are open on this machine (loopback,
-    unix sockets); beyond it they want the admin key, unless ``insecure`` says that something else guards them.
+    Named keys are needed wherever there are any; a file or text of keys that holds none is a mistake and not "no keys",
+    or a file cut short would open the service. Without named keys, SUBMIT and READ are open on this machine (loopback, unix
+    sockets); beyond it they want the admin key, which must be a long one there. ``insecure`` says that something else
+    guards a service without any key; where there is one, it opens nothing.
     """
     problems: list[str] = []
     named = [
         *(_from_file(api.keys_file, problems) if api.keys_file else ()),
         *_from_text(api.keys, problems),
     ]
-    problems += _twice(named)
-    if is_placeholder(api.admin_api_key):
-        problems.append("api.admin_api_key: is a placeholder; make a key with `aqd api-key new`")
+    keys = list(named)
+    if admin := api.admin_api_key.strip():
+        keys.append(Key(ADMIN, frozenset(Scope), hashlib.sha256(admin.encode()).digest()))
+        if is_placeholder(admin):
+            problems.append("api.admin_api_key: is a placeholder; make a key with `aqd api-key new`")
+        elif exposed is not None and is_short(admin):
+            problems.append(
+                f"api.admin_api_key: on {exposed}, beyond this machine, a key has at least {MIN_CHARS} characters; make one "
+                "with `aqd api-key new`"
+            )
+    problems += _twice(keys)
     if problems:
         raise ConfigError("\n".join(problems))
-    keys = list(named)
-    if api.admin_api_key.strip():
-        all_scopes = frozenset(Scope)
-        keys.append(Key(ADMIN, all_scopes, hashlib.sha256(api.admin_api_key.strip().encode()).digest()))
     if exposed is not None and not keys and not api.insecure:
         raise ConfigError(
             f"the API would listen on {exposed}, beyond this machine, without any key: make one with `aqd api-key new` "
             "and name its file in api.keys_file, or set ADMIN_API_KEY, or bind to 127.0.0.1; --insecure (api.insecure) "
             "starts all the same, where something in front of it asks who is there"
         )
-    return Ring(tuple(keys), open=not named and (exposed is None or api.insecure))
+    return Ring(tuple(keys), open=not named and (exposed is None or not keys))
 
 
 def beyond(listeners: Iterable[socket.socket]) -> str | None:
@@ -156,6 +167,11 @@ def is_loopback(host: str) -> bool:
 def is_placeholder(key: str) -> bool:
     """Whether a "key" was only copied from an example or a template."""
     return bool(_PLACEHOLDER.fullmatch(key.strip()))
+
+
+def is_short(key: str) -> bool:
+    """Whether a key could be found by trying."""
+    return len(key.strip()) < MIN_CHARS
 
 
 def _twice(keys: list[Key]) -> list[str]:
@@ -208,12 +224,14 @@ def _from_file(path: str, problems: list[str]) -> list[Key]:
         where = re.search(r"\(at [^)]*\)$", str(error))
         problems.append(f"{path}: is not valid TOML {where[0] if where else ''}".rstrip())
         return []
-    found = []
+    found, before = [], len(problems)
     for name, table in document.items():
         if name != "keys" or not isinstance(table, dict):
             problems.append(f"{path}: keys stand in tables of their own, written [keys.NAME]")
         else:
             found = [key for each, entry in table.items() if (key := _entry(path, each, entry, problems))]
+    if not document.get("keys") and len(problems) == before:
+        problems.append(f"{path}: holds no key (api.keys_file); leave the option out where none is wanted")
     return found
 
 
@@ -248,8 +266,11 @@ def _entry(path: str, name: str, entry: Any, problems: list[str]) -> Key | None:
 
 
 def _from_text(text: str, problems: list[str]) -> list[Key]:
-    found = []
-    for number, part in enumerate((part for part in text.split(",") if part.strip()), start=1):
+    found: list[Key] = []
+    parts = [part for part in text.split(",") if part.strip()]
+    if text.strip() and not parts:
+        problems.append("api.keys: holds no key")
+    for number, part in enumerate(parts, start=1):
         place = f"api.keys: key {number}"
         name, first, rest = part.strip().partition(":")
         scopes_text, second, key = rest.partition(":")
@@ -265,7 +286,7 @@ def _from_text(text: str, problems: list[str]) -> list[Key]:
             problems.append(f"{place}: {_SCOPES_WORDS}, joined by +")
         elif is_placeholder(key):
             problems.append(f"{place}: the key is a placeholder; make one with `aqd api-key new`")
-        elif not _VISIBLE.fullmatch(key) or len(key) < MIN_CHARS:
+        elif not _VISIBLE.fullmatch(key) or is_short(key):
             problems.append(f"{place}: a key has at least {MIN_CHARS} visible ASCII characters, and no comma")
         else:
             found.append(Key(name, scopes, hashlib.sha256(key.encode()).digest()))

@@ -135,6 +135,10 @@ def _ring(cfg: Config, exposed: str | None) -> keys.Ring:
     ring = keys.load(cfg.api, exposed)
     names = [key.name for key in ring.keys]
     logger.info("keys", names=names, open=ring.open, read_only=cfg.api.read_only)
+    if cfg.api.admin_api_key and keys.is_short(cfg.api.admin_api_key):  # beyond this machine it is refused
+        logger.warning(
+            "the admin key is short", advice="aqd api-key new makes a long one", wanted=keys.MIN_CHARS
+        )
     if exposed is not None and ring.open:
         logger.warning("everybody who reaches this address may submit and read jobs", address=exposed)
     return ring

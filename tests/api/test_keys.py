@@ -1,4 +1,4 @@
-"""Named keys and scopes; what is open where; read-only mode; CORS; the line in the log about each change (F69)."""
+"""Named keys and scopes; what is open where; read-only mode (F69). The log: test_audit.py."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from aqd import config, keys
+from aqd import keys
 from aqd.errors import Exit
 from tests.fixtures.api import ADMIN_KEY, ROOT, Answer, Api, running_api
 from tests.fixtures.postgres import Postgres, free_port
@@ -172,6 +172,14 @@ def test_a_file_of_keys_is_read_again_by_sighup(start_api: Callable[..., Api], t
     wait_until(lambda: [line for line in api.log if "configuration refused" in line])
     assert api.get("/jobs", x_api_key=READ).status == 200
 
+    for text in ("", "# nothing\n"):  # somebody cut it short
+        api.log.clear()
+        file.write_text(text)
+        api.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: [line for line in api.log if "configuration refused" in line])
+        assert api.get("/jobs").status == 401
+        assert api.get("/jobs", x_api_key=READ).status == 200
+
     file.write_text(toml(new=(BOTH, ["read"])))
     api.process.send_signal(signal.SIGHUP)
     wait_until(lambda: api.get("/jobs", x_api_key=BOTH).status == 200)
@@ -239,6 +247,9 @@ HASH = "0" * 64
         (toml(a=(READ, ["read"]), b=(READ, ["admin"])), "are the same key"),
         ("#" * (keys.MAX_FILE_BYTES + 1), "larger than 1 MiB"),
         ("x = " + "[" * 5000, "is not valid TOML"),
+        ("", "holds no key"),
+        ("# [keys.app]\n", "holds no key"),
+        ("[keys]\n", "holds no key"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, file: str, word: str) -> None:
@@ -248,6 +259,11 @@ def test_a_file_that_is_refused(tmp_path: Path, file: str, word: str) -> None:
     assert word in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert len(str(refused.value)) < 500
+
+
+def test_an_empty_file_of_keys_opens_nothing(tmp_path: Path) -> None:
+    assert "keys.toml: holds no key" in refusal(tmp_path, "")
+    assert "api.keys: holds no key" in refusal(tmp_path, AQD_API_KEYS=" , ")
 
 
 def test_all_mistakes_are_told_at_once_and_by_the_service(tmp_path: Path) -> None:
@@ -297,6 +313,16 @@ def test_the_same_name_in_file_and_environment(tmp_path: Path) -> None:
         keys.load(keys.Api(keys_file=str(tmp_path / "k"), keys=f"app:submit:{SUBMIT}"), None)
 
 
+def test_a_named_key_must_not_be_the_admin_key(tmp_path: Path) -> None:
+    """It would silently be an admin's."""
+    (tmp_path / "k").write_text(toml(app=(READ, ["read"])))
+    with pytest.raises(keys.ConfigError, match="app and admin are the same key"):
+        keys.load(keys.Api(keys_file=str(tmp_path / "k"), admin_api_key=f" {READ}"), None)
+    said = refusal(tmp_path, AQD_API_KEYS=f"app:read:{READ}", ADMIN_API_KEY=READ)
+    assert "app and admin are the same key" in said
+    assert READ not in said
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -311,11 +337,85 @@ def test_the_same_name_in_file_and_environment(tmp_path: Path) -> None:
         "{{ admin_key }}",
         "placeholder",
         "TODO",
+        *(
+            "admin",
+            "Secret",
+            "password",
+            "Passw0rd",
+            "test",
+            "key",
+            "dummy",
+            "sample",
+            "admin123",
+            "test-key",
+        ),
+        *("my_secret_key", "super-secret", "replace-with-a-long-key", "replace_me_please", "ReplaceThis"),
+        *(
+            "insert-key-here",
+            "insert your key",
+            "ADMIN_API_KEY",
+            "MY_APP_API_KEY",
+            "…",
+            "aqd_…",
+            "aqd_...",
+            "...",
+        ),
     ],
 )
 def test_a_key_that_was_only_copied_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(keys.ConfigError, match="placeholder"):
         keys.load(keys.Api(admin_api_key=key), None)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(SUBMIT, ADMIN, ADMIN_KEY, "the-key-of-the-story", "another key than that", "correct horse battery"),
+        *(
+            "keystone-9Q",
+            "insertion",
+            "replacement-part",
+            "tested-by-fire",
+            "administrator-7f3a",
+            "aqd_admin_key_9Q4r",
+        ),
+    ],
+)
+def test_keys_that_only_look_like_a_copied_one(key: str) -> None:
+    assert not keys.is_placeholder(key)
+
+
+def test_a_fresh_key_is_no_placeholder() -> None:
+    assert not [key for key in (keys.new() for _ in range(2000)) if keys.is_placeholder(key)]
+
+
+def test_a_short_admin_key_is_not_for_a_network(tmp_path: Path) -> None:
+    for key in ("short-one", "fifteen-chars-x"):
+        keys.load(keys.Api(admin_api_key=key), None)
+        for insecure in (False, True):
+            with pytest.raises(keys.ConfigError, match="at least 16 characters") as refused:
+                keys.load(keys.Api(admin_api_key=key, insecure=insecure), "0.0.0.0:4000")
+            assert key not in str(refused.value)
+    keys.load(keys.Api(admin_api_key="sixteen-chars-xx"), "0.0.0.0:4000")
+    said = refusal(tmp_path, AQD_API_HOST="0.0.0.0", ADMIN_API_KEY="fifteen-chars-x")
+    assert "api.admin_api_key: " in said
+
+
+def test_a_short_admin_key_is_warned_of_on_this_machine(start_api: Callable[..., Api]) -> None:
+    for key, count in (("fifteen-chars-x", 1), ("sixteen-chars-xx", 0)):
+        api = start_api(ADMIN_API_KEY=key)
+        wait_until(lambda api=api: answers(api))
+        lines = [line for line in api.log if "the admin key is short" in line]
+        assert [json.loads(line)["level"] for line in lines] == ["warning"] * count
+
+
+def test_insecure_opens_nothing_where_there_is_any_key() -> None:
+    where = "0.0.0.0:4000"
+    assert keys.load(keys.Api(insecure=True), where).open
+    assert not keys.load(keys.Api(insecure=True, admin_api_key=ADMIN), where).open
+    assert not keys.load(keys.Api(insecure=True, keys=f"app:submit:{SUBMIT}"), where).open
+    assert keys.load(keys.Api(insecure=True, admin_api_key=ADMIN), None).open
+    assert not keys.load(keys.Api(insecure=True, keys=f"app:submit:{SUBMIT}"), None).open
 
 
 def test_a_placeholder_stops_the_service(tmp_path: Path) -> None:
@@ -465,11 +565,11 @@ def answers(api: Api) -> bool:
 def test_beyond_this_machine_with_the_admin_key_everything_needs_it(
     tmp_path: Path, database_url: str
 ) -> None:
-    with serving(tmp_path, DATABASE_URL=database_url, ADMIN_API_KEY="a-good-one") as api:
+    with serving(tmp_path, DATABASE_URL=database_url, ADMIN_API_KEY="a-good-long-enough-one") as api:
         submit(api).problem(401)
         api.get("/jobs").problem(401)
-        assert submit(api, x_api_key="a-good-one").status == 201
-        assert api.get("/jobs", x_admin_key="a-good-one").status == 200
+        assert submit(api, x_api_key="a-good-long-enough-one").status == 201
+        assert api.get("/jobs", x_admin_key="a-good-long-enough-one").status == 200
         assert api.get("/health").status == 200
 
 
@@ -481,7 +581,7 @@ def test_beyond_this_machine_with_insecure(tmp_path: Path, database_url: str) ->
     assert "everybody who reaches this address" in (tmp_path / "log").read_text()
 
 
-# --- read-only, the log, other pages --------------------------------------------------------------
+# --- read-only ------------------------------------------------------------------------------------
 
 
 def test_read_only(start_api: Callable[..., Api]) -> None:
@@ -498,103 +598,3 @@ def test_read_only(start_api: Callable[..., Api]) -> None:
             api.get("/jobs").status == api.get(f"/jobs/{job[0]}").status == api.get("/health").status == 200
         )
         assert conn.execute("select count(*), min(state) from aqd.all_jobs").fetchall() == [(1, "QUEUED")]
-
-
-def audit(api: Api, count: int) -> list[dict[str, Any]]:
-    """The lines about changes, which must be so many in the end."""
-
-    def lines() -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in api.log if line.startswith("{")]
-        return [line for line in found if line["event"].startswith("change")]
-
-    wait_until(lambda: len(lines()) >= count)
-    assert len(lines()) == count, lines()
-    return lines()
-
-
-def test_every_change_is_written_down_with_the_keys_name(start_api: Callable[..., Api]) -> None:
-    api = start_api(AQD_API_KEYS=NAMED)
-    job = submit(api, x_api_key=SUBMIT).json["id"]
-    api.post(f"/v1/jobs/{job}/cancel", x_api_key=ADMIN)
-    api.admin("POST", f"/jobs/{job}/retry")
-    api.post("/jobs", {"type": "mail", "prio": 1}, x_api_key=SUBMIT)
-    api.get("/jobs", x_api_key=READ)
-    api.post("/jobs/cancel?dry_run=true", {"filter": {"type": "mail"}}, x_api_key=ADMIN)
-    api.post("/jobs/cancel", {"filter": {"type": "mail"}}, x_api_key=ADMIN)
-    lines = audit(api, 5)
-    seen = [(line["event"], line["key"], line["action"], line["status"]) for line in lines]
-    assert seen == [
-        ("change", "app", "post_jobs", 201),
-        ("change", "ops", "post_jobs_id_cancel", 200),
-        ("change failed", "admin", "post_jobs_id_retry", 409),
-        ("change failed", "app", "post_jobs", 400),
-        ("change", "ops", "post_jobs_cancel", 200),
-    ]
-    assert lines[0]["made"] == job
-    assert [line.get("id") for line in lines[1:]] == [job, job, None, None]
-    assert (lines[4]["request"], lines[4]["changed"]) == ('{"filter":{"type":"mail"}}', 0)
-    assert {line["client"] for line in lines} == {"127.0.0.1"}
-    assert lines[2]["reason"] == "urn:aqd:wrong-state"
-
-
-def test_refused_changes_are_written_down_but_not_without_end(start_api: Callable[..., Api]) -> None:
-    api = start_api(AQD_API_KEYS=NAMED)
-    api.post("/jobs/1/cancel", x_api_key=SUBMIT).problem(403)
-    for _ in range(40):
-        api.post("/jobs", JOB, x_api_key="wr0ng-wr0ng-wr0ng-wr0ng").problem(401)
-    api.stop()
-    found = [json.loads(line) for line in api.log if "change refused" in line]
-    assert (found[0]["key"], found[0]["status"], found[0]["level"]) == ("app", 403, "warning")
-    assert {line["status"] for line in found[1:]} == {401}
-    assert len(found) <= 40
-    everything = "\n".join(api.log)
-    for key in (SUBMIT, READ, BOTH, ADMIN, ADMIN_KEY, "wr0ng"):
-        assert key not in everything
-        assert hashlib.sha256(key.encode()).hexdigest() not in everything
-
-
-def test_submitting_without_a_key_gives_no_line(start_api: Callable[..., Api]) -> None:
-    api = start_api(ADMIN_API_KEY=ADMIN)
-    for _ in range(3):
-        assert submit(api).status == 201
-    submit(api, x_admin_key=ADMIN)
-    assert audit(api, 1)[0]["key"] == "admin"
-
-
-def test_pages_of_other_origins(start_api: Callable[..., Api]) -> None:
-    api = start_api(AQD_API_CORS_ORIGINS="https://admin.example.org, http://localhost:3000")
-    for origin in ("https://admin.example.org", "http://localhost:3000"):
-        answer = api.get("/jobs", origin=origin)
-        assert answer.headers["access-control-allow-origin"] == origin
-        assert "access-control-allow-credentials" not in answer.headers
-        assert "Origin" in answer.headers["vary"]
-        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        before = api.request("OPTIONS", "/jobs", None, asked)
-        assert before.status == 200
-        assert "POST" in before.headers["access-control-allow-methods"]
-        assert {"x-api-key", "content-type", "idempotency-key"} <= set(
-            before.headers["access-control-allow-headers"].split(", ")
-        )
-        refused = api.get("/jobs/x", origin=origin)
-        assert (refused.status, refused.headers["access-control-allow-origin"]) == (404, origin)
-    for origin in ("https://evil.example.org", "https://admin.example.org.evil.org", "null", "*"):
-        answer = api.get("/jobs", origin=origin)
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-
-
-def test_without_configured_origins_no_page_may(shared_api: Api) -> None:
-    asked = {"Origin": "https://x.example", "Access-Control-Request-Method": "POST"}
-    for answer in (
-        shared_api.get("/jobs", origin="https://x.example"),
-        shared_api.request("OPTIONS", "/jobs", None, asked),
-    ):
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-
-
-@pytest.mark.parametrize(
-    "origins", ["*", "https://a.example/", "a.example", "ftp://a.example", "https://A.example", "null"]
-)
-def test_origins_that_are_none(tmp_path: Path, origins: str) -> None:
-    (tmp_path / "empty.toml").touch()
-    with pytest.raises(config.ConfigError, match="must be an origin such as"):
-        config.load(str(tmp_path / "empty.toml"), {"AQD_API_CORS_ORIGINS": origins})

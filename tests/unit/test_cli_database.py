@@ -452,7 +452,7 @@ def findings(capsys) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.usefixtures("database", "plugins")
 def test_check_when_all_is_well(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("ADMIN_API_KEY", "key")
+    monkeypatch.setenv("ADMIN_API_KEY", "a-key-for-this-one")
     assert command.run(["check", "--json"]) == 0
     assert {result for result, _ in findings(capsys).values()} == {"ok"}
     assert command.run(["check"]) == 0
