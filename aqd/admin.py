@@ -27,7 +27,6 @@ import psycopg
 from aqd import job, store
 from aqd.errors import ConflictError, InputError, NotFoundError, TooBroad
 from aqd.store import Action, Changed, JobFilter, QueueSettings, Result, UpdatedJob, job_filter
-from aqd.store.filters import check_ids
 
 __all__ = [
     "EVERYTHING",
@@ -181,7 +180,7 @@ def _which(which: object) -> JobFilter | tuple[int, ...]:
         return which
     if which == EVERYTHING:
         return JobFilter()
-    return check_ids("which", which)
+    return job.check_ids("which", which)
 
 
 def _by(conn: Conn | AsyncConn, by: str | None) -> str:

@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Any, NotRequired, TypedDict, Unpack
 
 import psycopg
+from msgspec import UNSET
 from psycopg.rows import tuple_row
 
 from aqd import database, job, statements, store
@@ -86,7 +87,7 @@ class NewJob(TypedDict):
 def enqueue(
     conn: psycopg.Connection[Any],
     type: str,
-    payload: Any = None,
+    payload: Any = UNSET,
     *,
     queue: str | None = None,
     priority: int | None = None,
@@ -100,7 +101,7 @@ def enqueue(
     meta: dict[str, Any] | None = None,
     idempotency_ttl_hours: float = DEFAULT_KEY_TTL_HOURS,
 ) -> EnqueuedJob:
-    """Store a job. ``payload`` is any JSON value (dict, list, str, number, bool, None).
+    """Store a job. ``payload`` is any JSON value (dict, list, str, number, bool, None); without one it is ``{}``.
 
     ``run_at`` is an aware datetime (or RFC 3339), ``delay_s`` seconds from the start of the transaction;
     not both. ``max_attempts`` and ``timeout_s`` override the handler's. Higher ``priority`` (-100 to 100)
@@ -136,7 +137,7 @@ def enqueue(
 async def enqueue_async(
     conn: psycopg.AsyncConnection[Any],
     type: str,
-    payload: Any = None,
+    payload: Any = UNSET,
     *,
     queue: str | None = None,
     priority: int | None = None,

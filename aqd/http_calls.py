@@ -25,6 +25,8 @@ from aqd.errors import (
     DatabaseUnavailable,
     IdempotencyConflict,
     InputError,
+    KeyInProgress,
+    Locked,
     NotAllowedError,
     NotEnded,
     NotFoundError,
@@ -254,7 +256,9 @@ def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, C
             if "type" not in given:
                 raise InputError("type", "is missing: every job names its type")
             options = {name: value for name, value in given.items() if name not in ("type", "payload")}
-            body, repeatable = _body(given["type"], given.get("payload"), options, f"{prefix}-{place:09}")
+            body, repeatable = _body(
+                given["type"], given.get("payload", msgspec.UNSET), options, f"{prefix}-{place:09}"
+            )
         except InputError as error:
             field = f"jobs[{place}].{error.field}" if error.field else f"jobs[{place}]"
             raise InputError(field, error.reason, error.bound) from None
@@ -312,7 +316,7 @@ def change_jobs(action: str, given: dict[str, Any], dry_run: bool) -> Call[dict[
         raise InputError("action", "must be retry, cancel, delete or discard")
     body = {name: value for name, value in given.items() if value is not None and value is not False}
     if "ids" in body:
-        body["ids"] = [str(jobs_.parse_id(str(each))) for each in body["ids"]]
+        body["ids"] = [str(each) for each in jobs_.check_ids("ids", body["ids"])]
     params = {"dry_run": "true"} if dry_run else None
     return Call("POST", f"/v1/jobs/{action}", _ANY, params, body, again=dry_run)
 
@@ -339,8 +343,9 @@ class Tries:
     def refused(self, answer: httpx.Response) -> float:
         """An answer that is no success: the seconds until the next try, or the end."""
         error = error_of(answer)
-        again = answer.status_code in _PASSING and not isinstance(error, SchemaMismatch)
-        if again and self._again and self._left:
+        passing = answer.status_code in _PASSING and not isinstance(error, SchemaMismatch)
+        # Where a lock was waited for in vain nothing has happened, so anything may be sent again.
+        if self._left and (isinstance(error, Locked) or (passing and self._again)):
             return self._next(_retry_after(answer))
         raise error
 
@@ -371,6 +376,8 @@ def error_of(answer: httpx.Response) -> AqdError:
         case 409, "idempotency-conflict":
             differs = tuple(str(each) for each in problem.get("differs") or ())
             return IdempotencyConflict(detail, int(problem.get("job_id") or 0), differs)
+        case 409, "key-in-progress":
+            return KeyInProgress(detail)
         case 409, _:
             return ConflictError(detail)
         case 404, _:
@@ -379,6 +386,8 @@ def error_of(answer: httpx.Response) -> AqdError:
             return NotAllowedError(detail)
         case 503, "outcome-unknown":
             return OutcomeUnknown(detail)
+        case 503, "locked":
+            return Locked(detail)
         case 503, "schema-mismatch":
             return SchemaMismatch(detail)
         case 503, "database-unavailable":

@@ -10,14 +10,14 @@ Runs in applications::
 
 Promises: a job is checked before anything is sent, as by the other clients. What may be sent twice without harm is
 sent again, ``retries`` times at most with growing pauses, when the service cannot be reached, breaks off, or says
-503 (then not before its ``Retry-After``): looking, changes that are the same when done twice, and submitting, because
+503 (then not before its ``Retry-After``; so it is where somebody holds a lock or the key): looking, changes that are the same when done twice, and submitting, because
 every job has an idempotency key: yours, or one drawn at random. So an answer that is lost doubles no job. Not repeated,
-once they may have arrived: ``retry``, ``discard``, ``delete``, ``change_jobs``, and submitting with ``on_conflict``
+once they may have changed something: ``retry``, ``discard``, ``delete``, ``change_jobs``, and submitting with ``on_conflict``
 ``replace`` or ``reject``.
 
 Fails with the errors of the other clients: :class:`InputError`, :class:`NotFoundError`, :class:`ConflictError`,
 :class:`IdempotencyConflict`, :class:`NotEnded`, :class:`DatabaseUnavailable`, :class:`OutcomeUnknown`,
-:class:`SchemaMismatch`; and with :class:`NotAllowedError` and :class:`ServiceUnavailable`.
+:class:`Locked` (:class:`KeyInProgress` where it is an idempotency key), :class:`SchemaMismatch`; and with :class:`NotAllowedError` and :class:`ServiceUnavailable`.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ try:
     import httpx
 except ImportError as error:  # pragma: no cover
     raise ImportError("aqd.http_client needs httpx: install aqd[http]") from error
+from msgspec import UNSET
 
 from aqd import http_calls as calls
 from aqd.errors import AqdError
@@ -65,8 +66,8 @@ class Client:
         """Close all connections."""
         self._http.close()
 
-    def enqueue(self, type: str, payload: Any = None, **options: Unpack[JobOptions]) -> Submitted:
-        """Submit a job; ``payload`` is any JSON value."""
+    def enqueue(self, type: str, payload: Any = UNSET, **options: Unpack[JobOptions]) -> Submitted:
+        """Submit a job; ``payload`` is any JSON value, without one ``{}``."""
         return self._run(calls.enqueue(type, payload, options))
 
     def enqueue_many(self, jobs: Iterable[NewJob | Mapping[str, Any]]) -> list[Submitted]:
@@ -212,7 +213,7 @@ class AsyncClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def enqueue(self, type: str, payload: Any = None, **options: Unpack[JobOptions]) -> Submitted:
+    async def enqueue(self, type: str, payload: Any = UNSET, **options: Unpack[JobOptions]) -> Submitted:
         """As :meth:`Client.enqueue`, and so on."""
         return await self._run(calls.enqueue(type, payload, options))
 

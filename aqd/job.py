@@ -8,7 +8,7 @@ Fails with :class:`aqd.errors.InputError`, which names the value's path, the rea
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final
@@ -41,6 +41,7 @@ MAX_TAGS: Final = 32
 MAX_META_BYTES: Final = 1 << 16
 MAX_KEY_CHARS: Final = 255
 MAX_BATCH: Final = 1000
+MAX_IDS: Final = 1000
 DEFAULT_QUEUE: Final = "default"
 DEFAULT_KEY_TTL_HOURS: Final = 24.0
 MIN_KEY_TTL_HOURS: Final = 0.01
@@ -232,7 +233,7 @@ def from_parsed(
 
 def validate(
     type: str,
-    payload: Any = None,
+    payload: Any = UNSET,
     *,
     payload_json: str | None = None,
     queue: str | None = None,
@@ -251,12 +252,13 @@ def validate(
 ) -> JobRequest:
     """The request made of single values, for callers that hold Python objects.
 
-    The payload is a Python value, or JSON text as ``payload_json``; ``meta`` likewise. ``run_at`` is an aware
+    The payload is a Python value (None is null, without it: an empty object), or JSON text as ``payload_json``;
+    ``meta`` likewise. ``run_at`` is an aware
     datetime or an RFC 3339 string. Types are not coerced: ``True`` and ``"5"`` are no priorities.
     """
     type = check_name("type", type)
     if payload_json is None:
-        payload_json = encode_json(payload, max_bytes=max_payload_bytes)
+        payload_json = "{}" if payload is UNSET else encode_json(payload, max_bytes=max_payload_bytes)
     elif _checked:
         check_size("payload", len(payload_json.encode()), max_payload_bytes)
     else:
@@ -354,6 +356,18 @@ def parse_id(text: str, field: str = "id") -> int:
     raise InputError(field, f"{show(text)} is no job id: ids are whole numbers from 1", f"1..{MAX_ID}")
 
 
+def check_ids(field: str, values: object) -> tuple[int, ...]:
+    """Ids of jobs, as numbers or as text; each once, in the order given."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InputError(field, f"must be an array of job ids, not {kind_of(values)}")
+    found = tuple(
+        dict.fromkeys(parse_id(str(value), f"{field}[{place}]") for place, value in enumerate(values))
+    )
+    if not 1 <= len(found) <= MAX_IDS:
+        raise InputError(field, f"are {len(found)}, not 1..{MAX_IDS}", f"1..{MAX_IDS}")
+    return found
+
+
 def parse_moment(field: str, value: datetime | str) -> datetime:
     """An aware datetime in UTC from one, or from RFC 3339 text such as ``2026-11-29T17:40:01Z``.
 
@@ -397,7 +411,8 @@ def check_name(field: str, value: object) -> str:
 def check_integer(field: str, value: object, low: int, high: int) -> int:
     """A whole number within bounds."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(field, f"must be a whole number, not {kind_of(value)}", f"{low}..{high}")
+        what = show(value) if isinstance(value, float) else kind_of(value)
+        raise InputError(field, f"must be a whole number, not {what}", f"{low}..{high}")
     if not low <= value <= high:
         raise InputError(field, f"{show(value)} is not between {low} and {high}", f"{low}..{high}")
     return int(value)

@@ -41,7 +41,7 @@ def _which_options(command: Command) -> Command:
 
 def _which(options: dict[str, Any]) -> "list[int] | JobFilter | None":
     """The ids, or the filter; None: ids to be taken one by one. Takes its options out of ``options``."""
-    from aqd import store
+    from aqd import job
 
     filters = take_filter(options)
     ids, everything = options.pop("ids"), options.pop("everything")
@@ -49,7 +49,7 @@ def _which(options: dict[str, Any]) -> "list[int] | JobFilter | None":
         raise click.UsageError("say which jobs: either by ID, or by options such as --type, or --all")
     if not ids:
         return filters
-    return list(store.check_ids("ID", ids)) if options["dry_run"] or options["as_json"] else None
+    return list(job.check_ids("ID", ids)) if options["dry_run"] or options["as_json"] else None
 
 
 def _change(

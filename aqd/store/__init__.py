@@ -30,7 +30,7 @@ from aqd.store.change import (
     update_job,
     update_steps,
 )
-from aqd.store.filters import JobFilter, check_ids, job_filter
+from aqd.store.filters import JobFilter, job_filter
 from aqd.store.lease import (
     Lease,
     Progress,
@@ -83,7 +83,7 @@ from aqd.store.nodes import (
 )
 from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
 from aqd.store.steps import Step, Steps, drive, drive_async, drive_by, run_step
-from aqd.store.submit import enqueue, enqueue_many
+from aqd.store.submit import enqueue, enqueue_apart, enqueue_many, held_keys
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
 from aqd.store.wait import announce_wait, find_ended, tell_ended
 
@@ -128,7 +128,6 @@ __all__ = [
     "cancelled",
     "change_jobs",
     "change_jobs_steps",
-    "check_ids",
     "connect",
     "create_partitions",
     "declare_handlers",
@@ -140,6 +139,7 @@ __all__ = [
     "drive_async",
     "drive_by",
     "enqueue",
+    "enqueue_apart",
     "enqueue_many",
     "fail_unknown",
     "failed_filter",
@@ -148,6 +148,7 @@ __all__ = [
     "get_job",
     "group_failed",
     "health",
+    "held_keys",
     "is_disconnect",
     "job_facts",
     "job_filter",

@@ -17,7 +17,6 @@ from aqd.job import State
 from aqd.strict_json import kind_of, show
 
 MAX_ERROR_CHARS: Final = 200
-MAX_IDS: Final = 1000
 WORD_PATTERN: Final = "[a-z_]{1,64}"
 ERROR_HASH_PATTERN: Final = "[0-9a-f]{16}"
 LIVE_STATES: Final = frozenset({State.QUEUED, State.PROCESSING, State.FAILED})
@@ -110,7 +109,7 @@ def job_filter(
         else job.parse_moment("finished_before", finished_before),
         error=None if error is None else check_error("error", error),
         error_hash=None if error_hash is None else check_error_hash(error_hash),
-        ids=() if ids is None else check_ids("ids", ids),
+        ids=() if ids is None else job.check_ids("ids", ids),
     )
     check_range("created", made.created_after, made.created_before)
     check_range("finished", made.finished_after, made.finished_before)
@@ -145,18 +144,6 @@ def check_word(field: str, value: object) -> str:
         bound = "1..64 characters of a-z _"
         raise InputError(field, f"{show(value)} is no such word: {bound}", bound)
     return value
-
-
-def check_ids(field: str, values: object) -> tuple[int, ...]:
-    """Ids of jobs, as numbers or as text; each once, in the order given."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InputError(field, f"must be an array of job ids, not {kind_of(values)}")
-    found = tuple(
-        dict.fromkeys(job.parse_id(str(value), f"{field}[{place}]") for place, value in enumerate(values))
-    )
-    if not 1 <= len(found) <= MAX_IDS:
-        raise InputError(field, f"are {len(found)}, not 1..{MAX_IDS}", f"1..{MAX_IDS}")
-    return found
 
 
 def check_range(what: str, after: datetime | None, before: datetime | None) -> None:

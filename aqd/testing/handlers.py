@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Final, TypeAlias, Unpack
 
 import msgspec
+from msgspec import UNSET
 
 from aqd import job as jobs
 from aqd import plugin_files, plugins
@@ -65,7 +66,7 @@ class LoadedPlugins:
         """What the handlers want: queue, attempts, limits."""
         return self.registry.infos()
 
-    def run(self, type: str, payload: Any = None, **options: Unpack[AttemptOptions]) -> Outcome:
+    def run(self, type: str, payload: Any = UNSET, **options: Unpack[AttemptOptions]) -> Outcome:
         """One attempt of a job of ``type``, without a database."""
         return self.attempt(self._attempt(type, payload, options))
 
@@ -213,7 +214,7 @@ def _timer_kept() -> Iterator[None]:
 
 def run_handler(
     handler: Callable[..., Any] | str,
-    payload: Any = None,
+    payload: Any = UNSET,
     *,
     plugin: Source | LoadedPlugins | None = None,
     settings: Settings | None = None,

@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import Any, Final, TypedDict, Unpack
 
 import psycopg
+from msgspec import UNSET
 
 from aqd import client, retry, store
 from aqd.claims import ClaimBook, ClaimedJob
@@ -141,7 +142,7 @@ class Queue:
         """The same plugins on the application's own connection, and so in its transaction."""
         return Queue(conn, self.plugins, self.url)
 
-    def enqueue(self, type: str, payload: Any = None, **options: Unpack[EnqueueOptions]) -> EnqueuedJob:
+    def enqueue(self, type: str, payload: Any = UNSET, **options: Unpack[EnqueueOptions]) -> EnqueuedJob:
         """:func:`aqd.client.enqueue` on :attr:`conn`."""
         return client.enqueue(self.conn, type, payload, **options)
 

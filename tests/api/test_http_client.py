@@ -141,7 +141,7 @@ def test_a_job_from_its_beginning_to_its_end(
     ended = client.wait(int(made.id))
     assert (ended.status, ended.result, ended.ended) == ("COMPLETED", {"n": [1]}, True)
     assert client.enqueue("fate").status == "QUEUED"
-    assert jobs.conn.execute("select payload from aqd.jobs").fetchone()["payload"] is None, "as aqd.client"
+    assert jobs.conn.execute("select payload from aqd.jobs").fetchone()["payload"] == {}
 
 
 def test_it_waits_until_the_job_has_ended(
@@ -505,6 +505,18 @@ def test_wrong_arguments_are_refused_here(connect: Connect) -> None:
     for id in ("x", "0", -1, "1/retry", 1.5):
         with pytest.raises(InputError):
             client.get(id)
+    for ids, field in [
+        ("123", "ids"),  # three jobs that nobody has named
+        (b"123", "ids"),
+        (5, "ids"),
+        ([], "ids"),
+        (range(1, 1002), "ids"),
+        ([1, "x"], "ids[1]"),
+        ([1, 2, True], "ids[2]"),
+    ]:
+        with pytest.raises(InputError) as caught:
+            client.change_jobs("delete", ids=ids)
+        assert caught.value.field == field
     for timeout_s in (-1, float("nan"), "1", True):
         with pytest.raises(InputError):
             client.wait(1, timeout_s)

@@ -41,7 +41,7 @@ from aqd.api.routes.jobs import WaitParams
 from aqd.errors import Exit
 from aqd.hookspecs import HOOK_NAMES, HandlerOptions, Hooks, JobContext
 from aqd.job import JobRequest, State
-from aqd.store import change, filters, listing
+from aqd.store import change, listing
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.postgres import free_port
@@ -458,7 +458,7 @@ def test_the_limits() -> None:
     years = int(job.MAX_KEY_TTL_HOURS / 24 / 365)
     assert limit["idempotency key"] == f"{job.MAX_KEY_CHARS} characters; it lives up to {years} years"
     assert limit["batch over HTTP"].startswith(f"{job.MAX_BATCH} jobs")
-    many = f"{filters.MAX_IDS} by `ids`; {change.MAX_JOBS:,} by filter"
+    many = f"{job.MAX_IDS} by `ids`; {change.MAX_JOBS:,} by filter"
     assert limit["jobs that one request changes"].startswith(many)
     assert limit["reason of a discard"] == f"{change.MAX_REASON_CHARS} characters"
     assert limit["names of types, queues and tags"] == f"{job.MAX_NAME_CHARS} characters"

@@ -62,8 +62,12 @@ def test_payload_and_result_are_what_json_makes_of_them() -> None:
 
 
 def test_a_handler_that_returns_nothing_has_no_result() -> None:
-    outcome = run_handler(lambda payload: payload)
+    outcome = run_handler(lambda payload: payload, None)
     assert (outcome.result, outcome.result_json) == (None, None)
+
+
+def test_without_a_payload_it_is_an_empty_object() -> None:
+    assert run_handler(lambda payload: payload).result == {}
 
 
 @pytest.mark.parametrize("payload", [{1: 2}, {"a": object()}, float("nan"), "\0", "x" * 2_000_000])

@@ -17,7 +17,6 @@ from aqd.api.routes.changes import Reason
 from aqd.errors import InputError
 from aqd.store import Action, JobFilter
 from aqd.store.change import MAX_JOBS
-from aqd.store.filters import MAX_IDS
 
 
 class BulkParams(Struct):
@@ -30,7 +29,7 @@ class BulkBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """Which jobs: exactly one of the three."""
 
     ids: (
-        Annotated[list[documents.Id], Meta(min_length=1, max_length=MAX_IDS, description="These.")]
+        Annotated[list[documents.Id], Meta(min_length=1, max_length=job.MAX_IDS, description="These.")]
         | UnsetType
     ) = UNSET
     filter: (
