@@ -17,6 +17,7 @@ statement for each mixture; and its array dumpers cost 1 µs an element.
 import contextlib
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -55,10 +56,13 @@ _DISPATCHER_SETTINGS: Final = {
 }
 
 
-def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -> Connection:
+def connect(
+    cfg: Database, application_name: str, *, dispatcher: bool = False, lock_timeout_s: float | None = None
+) -> Connection:
     """A new connection; raises :class:`psycopg.OperationalError` if there is none to be had.
 
-    ``dispatcher`` adds the planner settings that keep the hot statements on their primary keys.
+    ``dispatcher`` adds the planner settings that keep the hot statements on their primary keys. A statement that
+    waits for one lock longer than ``lock_timeout_s`` fails with 55P03.
     """
     given = conninfo.conninfo_to_dict(cfg.url)
     defaults: dict[str, Any] = {
@@ -97,6 +101,8 @@ def connect(cfg: Database, application_name: str, *, dispatcher: bool = False) -
     }
     if dispatcher:
         settings |= _DISPATCHER_SETTINGS
+    if lock_timeout_s is not None:
+        settings["lock_timeout"] = f"{max(1, round(lock_timeout_s * 1000))}ms"
     # connect_timeout ends with the authentication; a proxy may swallow everything after it.
     cut = threading.Timer(cfg.connect_timeout_s, shut_down, [conn])
     cut.daemon = True
@@ -183,6 +189,17 @@ def is_disconnect(error: BaseException, conn: Connection) -> bool:
     if state is None:
         return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
     return state.startswith(_LOST_CLASSES) or state in _LOST_STATES
+
+
+def lock_denied(error: psycopg.Error, table: str = "") -> bool:
+    """Whether the statement ended because it waited in vain for somebody else's lock (of this table): that is
+    lock_timeout, or statement_timeout in the middle of such a wait, where the context names the row by its place.
+    Who waits in a row has two waits: for his turn, and for the one that holds it."""
+    # The first line names the row's table, or cites the statement inside a function.
+    place = (error.diag.context or "").partition("\n")[0]
+    if error.sqlstate == "55P03":
+        return table in place
+    return error.sqlstate == "57014" and table in place and re.search(r"\(\d+,\d+\)", place) is not None
 
 
 def define(conn: Connection, name: str, /, **identifiers: str) -> None:

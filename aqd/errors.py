@@ -116,6 +116,16 @@ class NotEnded(WorldError, TimeoutError):
         self.ids = ids
 
 
+class Locked(WorldError):
+    """Somebody else's transaction has held a lock on what was wanted for too long; nothing was changed."""
+
+    exit_code = Exit.DATABASE
+
+
+class KeyInProgress(Locked):
+    """Another transaction is submitting under the idempotency key and has not ended; nothing was stored."""
+
+
 class OutcomeUnknown(DatabaseUnavailable):
     """The connection broke while a change was being committed: it may or may not have happened."""
 

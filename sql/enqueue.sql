@@ -67,3 +67,8 @@ cross join lateral aqd.enqueue_keyed(
     g.type, g.payload::jsonb, g.queue, g.priority, g.run_at, g.delay_s, g.max_attempts, g.timeout_s,
     g.tags::text[], g.meta::jsonb, g.key, g.on_conflict, :ttl_hours::double precision, :scope::text) as k
 order by g.place
+
+-- name: limit_lock_wait :exec
+-- Until the end of the transaction: a batch tries each of its keys, and waits for none of those that others hold.
+-- Index: none.
+select set_config('lock_timeout', :value::text, true)

@@ -6,13 +6,13 @@ clients as there are threads stop every answer, ``/health`` included (sixteen, w
 thread gets a request when the whole of it has arrived (bodies are small: ``max_body``).
 
 Promises: a connection that has not sent its request in time is answered 408 and closed, one whose body is
-too large 413; waiting connections are bounded in number and in bytes, in both directions, and the one that
+too large 413; ``/health`` has threads of its own, so it answers whatever the others wait for; waiting connections are bounded in number and in bytes, in both directions, and the one that
 has waited longest makes room; an answer that is not taken in time is dropped; errors that gunicorn finds
 before Falcon are problem documents too.
 
 Rests on these names of gunicorn's ``gthread``, which a test checks: ``enqueue_req``, ``murder_pending``,
 ``finish_request``, ``poller``, ``nr_conns``, ``TConn.init``, ``parser.unreader.{take_buffered,unread}``,
-``handle_request``.
+``handle_request``, ``get_thread_pool``, ``handle``, ``method_queue.defer``.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gunicorn.workers.gthread import TConn, ThreadWorker  # type: ignore[import-untyped]
 
-from aqd.api import problems
+from aqd.api import pool, problems
 from aqd.api.framing import Frame
 from aqd.log import get_logger
 
@@ -39,7 +40,11 @@ HEAD_TIMEOUT_S = 10.0
 LINGER_S = 2.0
 # How long a worker that stops waits for the first byte of connections that it has accepted.
 STOP_LINGER_S = 1.0
+# More than one, because a look at the database may last, too (HEALTH_TIMEOUT_S); as many connections are set aside.
+HEALTH_THREADS = pool.SPARE
 _READ = 1 << 18
+# As gunicorn will read it; whatever is written in another way waits with the others.
+_HEALTH = re.compile(rb"(?:GET|HEAD) (?:https?://[^/ ]*)?(?:/v1)?/health/?(?:\?[^ \r\n]*)? HTTP/1", re.ASCII)
 _REASONS = {408: "Request Timeout", 413: "Content Too Large"}
 
 log = get_logger("gate")
@@ -82,6 +87,12 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         self._stopping = False
         self._unsent: dict[socket.socket, Unsent] = {}
         self._unsent_bytes = 0
+
+    def get_thread_pool(self) -> ThreadPoolExecutor:
+        """Called by gunicorn once, after the fork."""
+        self._health = ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="aqd-api-health")
+        threads: ThreadPoolExecutor = super().get_thread_pool()
+        return threads
 
     # --- requests, in the event loop --------------------------------------------------------------
 
@@ -181,7 +192,12 @@ class GateWorker(ThreadWorker):  # type: ignore[misc]
         conn = waiting.conn
         conn.parser.unreader.unread(bytes(waiting.frame.buffer))
         conn.data_ready = True
-        super().enqueue_req(conn)
+        if _HEALTH.match(waiting.frame.buffer):
+            # What gunicorn's enqueue_req does, with another pool.
+            done = self._health.submit(self.handle, conn)
+            done.add_done_callback(lambda future: self.method_queue.defer(self.finish_request, conn, future))
+        else:
+            super().enqueue_req(conn)
 
     def _refuse(self, waiting: Waiting, status: int, detail: str, **members: Any) -> None:
         """Answer here, and listen for a moment without keeping what comes."""

@@ -18,7 +18,7 @@ import msgspec
 
 from aqd import __version__, job
 from aqd.api import documents, problems
-from aqd.api.endpoint import PREFIX, Endpoint
+from aqd.api.endpoint import PREFIX, Endpoint, Scope
 
 _REF: Final = "#/components/schemas/{name}"
 _PROBLEM: Final = {"$ref": "#/components/schemas/Problem"}
@@ -332,7 +332,7 @@ def _responses(endpoint: Endpoint, schemas: Mapping[_Place, Any]) -> dict[str, A
         answer = {"description": _reason(status), "content": {problems.MEDIA_TYPE: {"schema": _PROBLEM}}}
         if status == 401:
             answer["headers"] = {"WWW-Authenticate": _header("How to send a key.")}
-        if status == 503:
+        if status == 503 or (status == 409 and endpoint.scope is Scope.SUBMIT):  # key-in-progress
             seconds = {
                 "description": "Seconds until it is worth trying again.",
                 "schema": {"type": "integer"},

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from aqd import store
 from aqd.api.pool import Pool
-from aqd.errors import DatabaseUnavailable, OutcomeUnknown
+from aqd.errors import DatabaseUnavailable, Locked, OutcomeUnknown
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def operate(pool: Pool, steps: store.Steps[T]) -> T:
         use = pool.write if step.changes else pool.read
         try:
             rows = use(lambda conn: store.run_step(conn, step))
-        except DatabaseUnavailable as error:
+        except (DatabaseUnavailable, Locked) as error:
             if not changed:
                 raise
             raise OutcomeUnknown(

@@ -7,9 +7,10 @@ Promises (F54): a connection that died while idle is noticed before it is handed
 has an end on our side too, because a server that is cut off without a word (or a proxy that swallows
 everything) would hold a thread for ever; while the database is away requests fail within the connect
 timeout, and after the first failure at once, with one probe a second; when it is back the next probe
-serves. Nothing waits for psycopg_pool's own reconnection, whose pauses grow to minutes.
+serves. Nothing waits for psycopg_pool's own reconnection, whose pauses grow to minutes. Nor does a request wait
+long for somebody else's lock: as many as there are threads would keep all others away.
 
-How it fails: :class:`DatabaseUnavailable` and :class:`OutcomeUnknown` (503), :class:`SchemaMismatch`.
+How it fails: :class:`DatabaseUnavailable` and :class:`OutcomeUnknown` (503), :class:`SchemaMismatch`, :class:`Locked`.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 from aqd import database
 from aqd.config import Config
 from aqd.database import Connection
-from aqd.errors import DatabaseUnavailable, OutcomeUnknown, SchemaMismatch
+from aqd.errors import DatabaseUnavailable, Locked, OutcomeUnknown, SchemaMismatch
 from aqd.log import Suppressor, describe, get_logger
 
 T = TypeVar("T")
@@ -40,6 +41,13 @@ CONNECT_TIMEOUT_S = 3.0
 CHECK_TIMEOUT_S = 2.0
 # Beyond the server's own statement_timeout, which normally comes first.
 GRACE_S = 2.0
+# For a lock. An application that submits in its transaction holds its key for as long as that takes: duplicates behind
+# one of two seconds still get the job that it makes (F64). A second more, because each who waits has a thread.
+LOCK_TIMEOUT_S = 3.0
+# Of statement_timeout at most, so that it is the lock that is named.
+_LOCK_SHARE = 0.6
+# Connections beside those of the threads, for requests that must not wait for any (the gate's own threads).
+SPARE = 2
 # How long requests fail at once after a failed connect, until the next one may try.
 PROBE_S = 1.0
 # Idle for longer than this, a connection is asked before it is used: a firewall may have forgotten it.
@@ -65,7 +73,7 @@ class Pool:
         self._pool: ConnectionPool[Connection] = ConnectionPool(
             connection_class=cast(Any, self),  # only its connect() is used, see below
             min_size=0,
-            max_size=cfg.api.threads,
+            max_size=cfg.api.threads + SPARE,
             open=True,
             check=self._check,
             max_idle=60.0,
@@ -152,7 +160,8 @@ class Pool:
     def connect(self, _conninfo: str, **_kwargs: Any) -> Connection:
         """Called by the pool's worker threads, as the ``connect`` of its connection class."""
         try:
-            conn = database.connect(self._cfg, "aqd api")
+            limit_s = min(LOCK_TIMEOUT_S, self._cfg.statement_timeout_s * _LOCK_SHARE)
+            conn = database.connect(self._cfg, "aqd api", lock_timeout_s=limit_s)
         except psycopg.Error as error:
             self._state.failed(error)
             raise
@@ -341,8 +350,10 @@ def _translated(error: psycopg.Error) -> Exception:
         return SchemaMismatch(
             f"the database's schema does not fit this version ({_first_line(error)}): run aqd db migrate"
         )
-    # Resources, operator, system, the server's own faults; locks; privileges; conflicts that did not end.
-    if state[:2] in ("53", "57", "58", "XX") or state in ("55P03", "42501", "40001", "40P01", "25P02"):
+    if database.lock_denied(error):
+        return Locked("somebody else holds a lock on it, nothing was changed")
+    # Resources, operator, system, the server's own faults; privileges; conflicts that did not end.
+    if state[:2] in ("53", "57", "58", "XX") or state in ("42501", "40001", "40P01", "25P02"):
         return _unavailable(error)
     return error
 

@@ -21,6 +21,8 @@ from aqd.errors import (
     DatabaseUnavailable,
     IdempotencyConflict,
     InputError,
+    KeyInProgress,
+    Locked,
     NotFoundError,
     OutcomeUnknown,
     SchemaMismatch,
@@ -65,6 +67,11 @@ KINDS = {kind: (status, title) for status, (kind, title) in _TITLES.items()} | {
     "scope-missing": (403, "The key does not allow this"),
     "read-only": (403, "The API is in read-only mode"),
     "idempotency-conflict": (409, "The idempotency key stands for another request"),
+    "key-in-progress": (
+        409,
+        "Another transaction is submitting under the idempotency key; nothing was stored",
+    ),
+    "locked": (503, "Somebody else holds a lock on it; nothing was changed"),
     "outcome-unknown": (503, "The connection broke during the change: it may or may not have happened"),
     "schema-mismatch": (503, "The database's schema does not fit this version"),
 }
@@ -126,6 +133,16 @@ def from_exception(error: Exception) -> Problem:
             )
         case ConflictError():
             return Problem(409, str(error))
+        case KeyInProgress():
+            return Problem(
+                409,
+                str(error),
+                kind="key-in-progress",
+                title="Another transaction is submitting under this key",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        case Locked():
+            return unavailable(str(error), kind="locked", title="Somebody else holds a lock on it")
         case TooBroad():
             return Problem(400, str(error), kind="too-broad")
         case UserError():

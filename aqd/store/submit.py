@@ -16,13 +16,14 @@ time it is, or which ids it made, and its ids had to be fetched before.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import psycopg
 
-from aqd.database import Connection, Row, float_array, int_array, run, text_array
-from aqd.errors import IdempotencyConflict, InputError
+from aqd.database import Connection, Row, float_array, int_array, lock_denied, run, text_array
+from aqd.errors import IdempotencyConflict, InputError, KeyInProgress
 from aqd.job import DEFAULT_KEY_TTL_HOURS, JobRequest
 from aqd.store.look import EnqueuedJob
 from aqd.strict_json import show
@@ -94,6 +95,56 @@ def enqueue_many(
         for place, row in zip(places, rows, strict=True):
             answers[place] = answer(row, requests[place])
     return [answers[place] for place in range(len(requests))]
+
+
+def enqueue_apart(
+    conn: Connection,
+    requests: Sequence[JobRequest],
+    *,
+    scope: str = "",
+    ttl_hours: float = DEFAULT_KEY_TTL_HOURS,
+    within_s: float,
+) -> list[EnqueuedJob | IdempotencyConflict | KeyInProgress]:
+    """As :func:`enqueue_many`, in the caller's transaction, where others may hold some of the keys: those jobs get
+    :class:`KeyInProgress`, and the others are stored. So do those that are not reached ``within_s``. From here on
+    the transaction waits for no lock any more."""
+    keyed = [place for place, each in enumerate(requests) if each.idempotency_key is not None]
+    plain = [place for place, each in enumerate(requests) if each.idempotency_key is None]
+    keyed.sort(key=lambda place: str(requests[place].idempotency_key))
+    found = [requests[place] for place in plain]
+    answers: dict[int, EnqueuedJob | IdempotencyConflict | KeyInProgress] = dict(
+        zip(plain, enqueue_many(conn, found, scope=scope, ttl_hours=ttl_hours), strict=True)
+    )
+    until = time.monotonic() + within_s
+    # Others' transactions may be short ones: half of the time is for waiting.
+    run(conn, "limit_lock_wait", value=f"{max(1, round(within_s * 500 / max(1, len(keyed))))}ms")
+    for place in keyed:
+        if time.monotonic() >= until:
+            answers[place] = KeyInProgress(
+                "other keys of the batch are held, and no time was left: nothing was stored"
+            )
+            continue
+        try:
+            with conn.transaction(), held_keys(requests[place]):
+                (answers[place],) = enqueue_many(conn, [requests[place]], scope=scope, ttl_hours=ttl_hours)
+        except KeyInProgress as error:
+            answers[place] = error
+    return [answers[place] for place in range(len(requests))]
+
+
+@contextlib.contextmanager
+def held_keys(*requests: JobRequest) -> Iterator[None]:
+    """A lock on a key of these that could not be had, as :class:`KeyInProgress`."""
+    try:
+        yield
+    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        keys = sorted({each.idempotency_key for each in requests if each.idempotency_key is not None})
+        if not keys or not lock_denied(error, "idempotency_keys"):
+            raise
+        which = f"this key, {show(keys[0])}" if len(keys) == 1 else "one of these keys"
+        raise KeyInProgress(
+            f"another transaction is submitting under {which}, and has not ended: nothing was stored"
+        ) from error
 
 
 def many_statements(

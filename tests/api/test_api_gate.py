@@ -96,10 +96,17 @@ def test_gunicorn_still_has_what_the_gate_rests_on() -> None:
         "handle_error",
         "finish_request",
         "accept",
+        "handle",
+        "get_thread_pool",
     ):
         assert hasattr(gthread.ThreadWorker, name)
     for caller in ("accept", "on_client_socket_readable", "on_pending_socket_readable", "finish_request"):
         assert "self.enqueue_req(" in inspect.getsource(getattr(gthread.ThreadWorker, caller))
+    assert "self.tpool.submit(self.handle, conn)" in inspect.getsource(gthread.ThreadWorker.enqueue_req)
+    assert "self.method_queue.defer(self.finish_request, conn, fut)" in inspect.getsource(
+        gthread.ThreadWorker.enqueue_req
+    )
+    assert "self.get_thread_pool()" in inspect.getsource(gthread.ThreadWorker.init_process)
     assert "self.murder_pending()" in inspect.getsource(gthread.ThreadWorker.run)
     assert hasattr(Unreader, "take_buffered")
     assert hasattr(Unreader, "unread")

@@ -25,6 +25,8 @@ from aqd.errors import (
     DatabaseUnavailable,
     IdempotencyConflict,
     InputError,
+    KeyInProgress,
+    Locked,
     NotAllowedError,
     NotEnded,
     NotFoundError,
@@ -404,6 +406,8 @@ def problem(status: int, kind: str, **members: Any) -> bytes:
         (b"", ServiceUnavailable),
         (problem(503, "outcome-unknown"), OutcomeUnknown),
         (problem(503, "database-unavailable"), DatabaseUnavailable),
+        (problem(503, "locked"), Locked),
+        (problem(409, "key-in-progress"), KeyInProgress),
         (problem(409, "wrong-state"), ConflictError),
         (problem(409, "idempotency-conflict", job_id="7", differs=["queue"]), IdempotencyConflict),
         (problem(404, "not-found"), NotFoundError),
@@ -426,7 +430,11 @@ def test_what_is_repeated(connect: Connect) -> None:
             assert connect(port, retries=2).get(1).status == "QUEUED"
             assert len(asked) == 3
             assert len(set(asked)) == 1, "the same request, key and all"
-    for first in (answer(500), problem(404, "not-found"), problem(503, "schema-mismatch"), answer(400)):
+    for first in (problem(503, "locked"), problem(409, "key-in-progress")):
+        with answering(first, first, answer(200, b"{}")) as (port, asked):
+            assert connect(port, retries=2).retry(1) == {}, "nothing has happened before"
+            assert len(asked) == 3
+    for first in (answer(500), problem(404, "not-found"), problem(409, "wrong-state"), problem(503, "schema-mismatch"), answer(400)):
         with answering(first, good) as (port, asked):
             with pytest.raises(Exception, match=r"."):
                 connect(port, retries=2).get(1)

@@ -8,7 +8,7 @@ import pytest
 from aqd import database
 from aqd.api import pool
 from aqd.config import Database
-from aqd.errors import DatabaseUnavailable, SchemaMismatch
+from aqd.errors import DatabaseUnavailable, Locked, SchemaMismatch
 from aqd.sessions import RELAPSE_S, Session
 from tests.fixtures.postgres import free_port
 
@@ -42,7 +42,7 @@ STATES = [
     ("53100", False, DatabaseUnavailable),  # disk_full
     ("53200", False, DatabaseUnavailable),  # out_of_memory
     ("53300", False, DatabaseUnavailable),  # too_many_connections: only while connecting
-    ("55P03", False, DatabaseUnavailable),  # lock_not_available
+    ("55P03", False, Locked),  # lock_not_available
     ("57014", False, DatabaseUnavailable),  # query_canceled: statement_timeout
     ("57P01", True, DatabaseUnavailable),  # admin_shutdown
     ("57P02", True, DatabaseUnavailable),  # crash_shutdown

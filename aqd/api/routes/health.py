@@ -1,10 +1,12 @@
 """``GET /health``: 200 when a job could be accepted now, else 503. Open to everybody on purpose, so it tells counts and
-versions but no names."""
+versions but no names.
+
+The gate has threads for it (:data:`aqd.api.gate.HEALTH_THREADS`), so it answers whatever the others wait for."""
 
 from aqd import store
 from aqd.api import documents, problems, render
 from aqd.api.endpoint import Answer, Call, Endpoint
-from aqd.errors import DatabaseUnavailable, SchemaMismatch
+from aqd.errors import DatabaseUnavailable, Locked, SchemaMismatch
 
 HEALTH_TIMEOUT_S = 3.0
 
@@ -15,7 +17,7 @@ def health(call: Call) -> Answer:
         document = render.health(
             call.pool.read(lambda conn: store.health(conn, ttl_s), timeout_s=HEALTH_TIMEOUT_S, tries=1)
         )
-    except DatabaseUnavailable:
+    except (DatabaseUnavailable, Locked):
         document = documents.Health(status="unavailable", database="unavailable")
     except SchemaMismatch as error:
         schema = documents.Schema(ok=False, reason=str(error))

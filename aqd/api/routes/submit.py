@@ -7,7 +7,7 @@ it came, so two applications do not meet in one; without a named key it is the s
 import random
 import re
 import time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import falcon
 import msgspec
@@ -18,7 +18,7 @@ from aqd import job, store, strict_json
 from aqd.api import documents, problems, render
 from aqd.api.endpoint import Answer, Call, Endpoint, Scope, Services
 from aqd.database import Connection
-from aqd.errors import IdempotencyConflict, InputError
+from aqd.errors import IdempotencyConflict, InputError, KeyInProgress
 from aqd.job import BatchBody, JobBody, JobRequest
 from aqd.store import EnqueuedJob
 
@@ -28,6 +28,8 @@ MAX_TOLD: Final = 20
 # Deeper than any job may be, so that a job which is too deep is one fault of a batch and not all of it.
 _BATCH_DEPTH: Final = 3 * strict_json.MAX_DEPTH
 _CONFLICT_TRIES: Final = 8
+# Of statement_timeout: the time for the keys of a batch, each alone, once waiting for one of them was in vain.
+_APART_SHARE: Final = 0.3
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
 
@@ -65,7 +67,12 @@ def key_of(req: falcon.Request) -> str | None:
 def submit(call: Call) -> Answer:
     request: JobRequest = call.body
     ttl_hours = call.cfg.jobs.idempotency_ttl_hours
-    made = call.pool.write(lambda conn: store.enqueue(conn, request, scope=call.key, ttl_hours=ttl_hours))
+
+    def work(conn: Connection) -> EnqueuedJob:
+        with store.held_keys(request):
+            return store.enqueue(conn, request, scope=call.key, ttl_hours=ttl_hours)
+
+    made = call.pool.write(work)
     location = {"Location": call.url(f"/jobs/{made.id}")}
     return Answer(render.submitted(made, request), 201 if made.outcome == "created" else 200, location)
 
@@ -78,6 +85,9 @@ class Batch(NamedTuple):
 
     jobs: list[JobRequest | InputError]
     atomic: bool
+
+
+_Stored: TypeAlias = EnqueuedJob | IdempotencyConflict | KeyInProgress
 
 
 class _Outer(Struct):
@@ -178,26 +188,38 @@ def submit_batch(call: Call) -> Answer:
     )
 
 
-def _store(
-    conn: Connection, call: Call, wanted: list[JobRequest], *, atomic: bool
-) -> list[EnqueuedJob | IdempotencyConflict]:
+def _store(conn: Connection, call: Call, wanted: list[JobRequest], *, atomic: bool) -> list[_Stored]:
     """One transaction, so of an interrupted batch nothing is stored; again after a deadlock, with nothing done."""
+    terms: dict[str, Any] = {"scope": call.key, "ttl_hours": call.cfg.jobs.idempotency_ttl_hours}
     tries = 0
     while True:
         try:
             with conn.transaction():
-                made = store.enqueue_many(
-                    conn, wanted, scope=call.key, ttl_hours=call.cfg.jobs.idempotency_ttl_hours
-                )
+                if not atomic and any(each.idempotency_key is not None for each in wanted):
+                    return _store_apart(conn, call, wanted, terms)
+                with store.held_keys(*wanted):
+                    made = store.enqueue_many(conn, wanted, **terms)
                 clashes = [(n, each) for n, each in enumerate(made) if isinstance(each, IdempotencyConflict)]
                 if atomic and clashes:
                     raise _refused(clashes)
-                return made
+                return list(made)
         except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
             tries += 1
             if tries >= _CONFLICT_TRIES or conn.closed:
                 raise
             time.sleep(random.uniform(0.002, 0.01) * tries)
+
+
+def _store_apart(
+    conn: Connection, call: Call, wanted: list[JobRequest], terms: dict[str, Any]
+) -> list[_Stored]:
+    """Inside a transaction. All at once, which is fifty times as fast; if somebody holds one of the keys, each alone."""
+    try:
+        with conn.transaction(), store.held_keys(*wanted):
+            return list(store.enqueue_many(conn, wanted, **terms))
+    except KeyInProgress:
+        within_s = call.cfg.database.statement_timeout_s * _APART_SHARE
+        return store.enqueue_apart(conn, wanted, within_s=within_s, **terms)
 
 
 def _refused(faults: list[tuple[int, Any]]) -> problems.Problem:
@@ -226,9 +248,7 @@ def _fault(place: int, error: Exception) -> documents.BatchFault:
     )
 
 
-def _result(
-    place: int, found: EnqueuedJob | IdempotencyConflict | InputError, asked: JobRequest | None
-) -> documents.BatchResult:
+def _result(place: int, found: _Stored | InputError, asked: JobRequest | None) -> documents.BatchResult:
     if isinstance(found, Exception):
         told = problems.from_exception(found).document
         return documents.BatchResult(
@@ -253,7 +273,8 @@ ENDPOINTS = [
         "Submit a job",
         {201: documents.Submitted, 200: documents.Submitted},
         description="201: stored. 200: under an idempotency key, the job that the key stands for. 409: the key stands "
-        "for another request (`job_id`, `differs`), or for any with on_conflict `reject`.",
+        "for another request (`job_id`, `differs`), or for any with on_conflict `reject`; or another transaction is "
+        "submitting under it and does not end (`urn:aqd:key-in-progress`, `Retry-After`).",
         body=JobBody,
         read=read_job,
         headers={KEY_HEADER: "The same as the field idempotency_key."},
