@@ -522,6 +522,8 @@ class Dispatcher:
             held = self.stock.claimed(job, certain_ns)
             if late or job.type not in self.stock.handlers or self.draining or self.handing_over:
                 self._release(held, "the claim's answer came too late" if late else "not begun")
+            elif (work := outcomes.unsendable(held, boottime_ns())) is not None:
+                self._put(work)
             else:
                 self.stock.add(held)
 

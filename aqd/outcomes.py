@@ -5,7 +5,7 @@ Run by the dispatcher's main thread. Pure decisions: nothing is sent, written or
 
 from typing import Any, Final
 
-from aqd import messages
+from aqd import channel, messages
 from aqd.links import Held, Link
 from aqd.output import text
 from aqd.page import StopReason
@@ -21,6 +21,7 @@ REASONS: Final = {
     "retry": "the handler raised Retry",
     "result": "what the handler returned cannot be stored",
     "interpreter_exit": "the handler called sys.exit",
+    "too_large": "tags and meta are larger than what a worker can be handed",
     "plugin_import": "the handler's plugin could not be imported in the worker",
     "confinement": "the kernel refused what the handler's options ask for",
     "signal": "the worker was killed by a signal that aqd did not send",
@@ -32,6 +33,32 @@ REASONS: Final = {
     "drain": "the daemon stopped",
     "lease": "the lease ran out",
 }
+
+
+# Of a message's 128 KiB, with room for what surrounds the entry.
+MAX_ENTRY_BYTES: Final = channel.MAX_MESSAGE - 4096
+
+
+def unsendable(held: Held, now_ns: int) -> Failed | None:
+    """The end of a job that no worker can be given. No door lets one in; should one come all the same, it must not be
+    claimed again and again and take the dispatcher with it each time."""
+    if held.frame_bytes <= MAX_ENTRY_BYTES or held.job is None:
+        return None
+    return Failed(
+        (0, 0),
+        held.id,
+        held.token,
+        held.attempt,
+        held.job.type,
+        held.max_attempts,
+        "discarded",
+        f"tags and meta have {held.extra_bytes} bytes, more than a worker can be handed",
+        None,
+        now_ns,
+        crashes=held.job.crashes,
+        reason="too_large",
+        about=_about(held),
+    )
 
 
 def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:

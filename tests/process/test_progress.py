@@ -30,7 +30,9 @@ def test_what_was_said_while_the_row_was_locked_is_stored_afterwards(start_daemo
 
 
 TOLD = """
+import pathlib
 import threading
+import time
 from aqd import hookimpl
 from aqd.errors import StopJob
 
@@ -42,16 +44,19 @@ def heeding(payload, job):
     seen = [job.should_stop]
 
     def work():  # no exception reaches it here
+        pathlib.Path(payload).touch()
         while not job.should_stop:
-            pass
+            time.sleep(0.01)
         seen.append(job.should_stop)
 
     thread = threading.Thread(target=work)
     if payload:
         thread.start()
-        while thread.is_alive():
+        while True:
             try:
-                thread.join()
+                while thread.is_alive():
+                    thread.join()
+                return seen
             except StopJob:
                 pass
     return seen
@@ -59,15 +64,15 @@ def heeding(payload, job):
 
 
 @pytest.mark.parametrize("why", ["time", "cancel", "drain"])
-def test_a_job_is_told_that_it_should_stop(start_daemon, jobs, why):
+def test_a_job_is_told_that_it_should_stop(start_daemon, jobs, why, tmp_path):
     """Where nothing can be raised, too; and the next job in the worker is told nothing."""
     daemon = start_daemon(
         {"daemon": {"slots": 1, "kill_grace_s": 4.0, "drain_s": 0.1, "renew_s": 0.2}},
         plugins={"told.py": TOLD},
     )
-    job = jobs.add(True, type="heeding", timeout_s=0.5 if why == "time" else 60.0)
-    jobs.wait(job, "PROCESSING")
-    wait_until(lambda: daemon.status()["slots"][0]["job"] == str(job))
+    begun = tmp_path / "begun"
+    job = jobs.add(str(begun), type="heeding", timeout_s=2.0 if why == "time" else 60.0)
+    wait_until(begun.exists, 15)  # sooner, it would be ended before it can hold the exception
     if why == "cancel":
         jobs.conn.execute("select aqd.cancel(%s)", [job])
     elif why == "drain":
@@ -76,4 +81,4 @@ def test_a_job_is_told_that_it_should_stop(start_daemon, jobs, why):
     if why == "drain":
         assert daemon.wait_exit() == 0
     else:
-        assert jobs.wait(jobs.add(False, type="heeding"))["result"] == [False]
+        assert jobs.wait(jobs.add("", type="heeding"))["result"] == [False]

@@ -153,3 +153,17 @@ def aqd_register(handlers):
     assert len(jobs.wait(large)["result"][1]["x"]) == 60_000
     row = jobs.get(first)
     assert (row["tags"], row["meta"]) == (["a:1", "b"], {"trace": "é", "n": [1]})
+
+
+def test_a_job_that_no_worker_can_be_handed_ends_and_harms_nobody(daemon, jobs):
+    """No way in lets it through (meta has a bound): it is put into the table by hand."""
+    row = jobs.conn.execute(
+        """insert into aqd.jobs (type, run_at, meta, payload)
+           values ('fate', now(), jsonb_build_object('x', repeat('y', 100000)),
+                   to_jsonb(repeat('z', 32000))) returning id"""
+    ).fetchone()
+    others = jobs.add_many(20)
+    jobs.wait(row["id"], "FAILED")
+    assert jobs.failed(row["id"])["reason"] == "too_large"
+    assert jobs.wait_all(others) == {"COMPLETED": 20}
+    assert daemon.status()["restarts"].get("dispatcher", 0) == 0

@@ -17,6 +17,7 @@ import pytest
 from aqd import database, keeper, log, store
 from aqd.config import Config, Jobs
 from aqd.config import Keeper as Settings
+from aqd.store import figures
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads
@@ -315,7 +316,7 @@ def test_silent_nodes_are_forgotten(conn: database.Connection, queue: Queue, lin
     node(conn, "noop", id="silent")
     queue.conn.execute("update aqd.nodes set seen_at = now() - interval '301 s' where node_id = 'silent'")
     Rounds(conn, made(node_ttl_s=30.0)).step()
-    assert [row.node_id for row in store.list_nodes(conn)] == ["alive"]
+    assert [row.node_id for row in figures.list_nodes(conn, 30.0)] == ["alive"]
     assert [line["node_id"] for line in lines() if "forgotten" in line["event"]] == ["silent"]
 
 
