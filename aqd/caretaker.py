@@ -18,7 +18,7 @@ from aqd.figures import CELLS_MAX, Cell, Figures
 from aqd.hookspecs import HandlerInfo
 from aqd.process import boottime
 from aqd.sessions import Session
-from aqd.store import figures
+from aqd.store import figures, text
 
 logger = log.get_logger("keeper")
 
@@ -26,6 +26,13 @@ logger = log.get_logger("keeper")
 STEP_STATEMENTS = 2.0
 # How long the last figures may take when the process is about to leave.
 LAST_S = 1.0
+# Characters of what a plugin says of itself.
+TEXT_MAX = 200
+ERROR_MAX = 2_000
+REFUSALS = (
+    *(psycopg.DataError, psycopg.IntegrityError, psycopg.ProgrammingError),
+    psycopg.errors.ProgramLimitExceeded,
+)
 # Functions whose time is shown, and as what.
 OPERATIONS = {
     "claim_jobs": "claim",
@@ -59,6 +66,7 @@ class Caretaker(threading.Thread):
         self._unwritten = Figures()
         self._gauges: list[Cell] | None = None  # not yet passed on
         self._info = figures.NodeInfo()
+        self._info_refused = False  # and said so
         self._next_figures = 0.0
         self._leave_by: float | None = None
         self._start = start
@@ -84,14 +92,16 @@ class Caretaker(threading.Thread):
 
     def learn(self, facts: messages.Facts) -> None:
         """What only the master knows of the node."""
+        # Texts of whoever wrote the plugin, and PostgreSQL does not take every one. No whole traceback: the
+        # row is written every few seconds.
         plugins = [
             figures.NodePlugin(
-                name=each.name,
-                version=each.version,
-                digest=each.digest,
+                name=text.clean(each.name, TEXT_MAX) or "",
+                version=text.clean(each.version, TEXT_MAX) or "",
+                digest=text.clean(each.digest, TEXT_MAX) or "",
                 state=each.state,
                 handlers=each.handlers,
-                error=each.error,
+                error=text.clean(each.error, ERROR_MAX),
             )
             for each in facts.plugins
         ]
@@ -150,9 +160,9 @@ class Caretaker(threading.Thread):
             slots=start.config.daemon.slots,
             types=sorted(handler.type for handler in serving[1]),
             state="draining" if self.draining else "running",
-            info=msgspec.json.encode(self._info).decode(),
+            info=_json(self._info),
         )
-        self.session.run(store.node_seen, state)
+        self._live(state)
         if serving[1] != self._declared:
             self.session.run(store.declare_handlers, serving[1])
             self._declared = serving[1]
@@ -166,6 +176,18 @@ class Caretaker(threading.Thread):
         pause = self.session.run(self._keeper.step, boottime())
         return min(pause, start.config.keeper.node_ttl_s / 3, figures_s)
 
+    def _live(self, state: store.NodeState) -> None:
+        """The sign of life, without decoration if need be: other nodes would fail the node's jobs as of unknown types."""
+        try:
+            return self.session.run(store.node_seen, state)
+        except REFUSALS as error:
+            if state.info is None:
+                raise
+            if not self._info_refused:
+                logger.error("the database refuses what the node says of itself", error=log.describe(error))
+            self._info_refused = True
+        return self.session.run(store.node_seen, state._replace(info=None))
+
     def _write(self) -> None:
         cells = self._unwritten.drain()
         try:
@@ -173,3 +195,12 @@ class Caretaker(threading.Thread):
         except BaseException:
             self._unwritten.add(cells)  # twice, if only the answer was lost: of figures that is bearable
             raise
+
+
+def _json(info: figures.NodeInfo) -> str | None:
+    """As JSON text; None for what is none."""
+    try:
+        return msgspec.json.encode(info).decode()
+    except (UnicodeError, msgspec.MsgspecError):
+        logger.exception("what the node says of itself cannot be written down")
+        return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aqd import channel, keys, messages, process, strays, systemd
-from aqd.config import Config
+from aqd.config import Config, secret_variables
 from aqd.errors import ConfigError
 from aqd.figures import Cell, Figures
 from aqd.hookspecs import PluginInfo
@@ -37,12 +37,6 @@ STABLE_S = 30.0
 SILENCE_LIMIT_S = 15.0
 
 
-_SECRETS = (
-    *("ADMIN_API_KEY", "AQD_API_ADMIN_API_KEY", "AQD_API_KEYS"),
-    *("DATABASE_URL", "AQD_DATABASE_URL", "PGPASSWORD"),
-)
-
-
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """What children get: systemd's variables are the master's alone (gunicorn would send READY for us), and
     what marks a job's helpers is not for the helpers of another daemon's job that are a daemon themselves."""
@@ -53,7 +47,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
     """For the loader and thereby the handlers."""
-    secret = {name + suffix for name in _SECRETS for suffix in ("", "_FILE")}
+    secret = secret_variables()
     return {k: v for k, v in env.items() if k not in secret}
 
 

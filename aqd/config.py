@@ -190,6 +190,8 @@ COMMON_ENV = {
 }
 PDF_OUTPUT_DIR = "PDF_OUTPUT_DIR"
 SECRETS = frozenset({"database.url", "api.admin_api_key", "api.keys"})
+# Where such values stand, or what can be tried against them.
+SECRET_FILES = frozenset({"api.admin_api_key_file", "api.keys_file"})
 
 # Variables that begin with AQD_ and are no options. The prefixes belong to the test suite, to what the
 # daemon tells its own children, and to what a job's process is told about itself.
@@ -273,6 +275,21 @@ RESTART_ONLY = (
     "daemon.metrics_host",
     "daemon.metrics_port",
 )
+
+
+def without_secrets(cfg: Config) -> Config:
+    """For the loader and thereby the handlers, which have no business with the daemon's secrets."""
+    for key in SECRETS | SECRET_FILES:
+        section, _, name = key.partition(".")
+        table = msgspec.structs.replace(getattr(cfg, section), **{name: ""})
+        cfg = msgspec.structs.replace(cfg, **{section: table})
+    return cfg
+
+
+def secret_variables() -> frozenset[str]:
+    """All names by which the environment may give a secret or the file that holds it."""
+    names = {name for key in SECRETS | SECRET_FILES for name in OPTIONS[key].env}
+    return frozenset({"PGPASSWORD", *names, *(f"{name}_FILE" for name in names)})
 
 
 def keep(old: Config, new: Config, keys: Iterable[str]) -> tuple[Config, list[str]]:
@@ -437,7 +454,10 @@ class _Reader:
             for name in reversed(option.env):  # the strongest last
                 self._take_from_environment(option, name)
                 known.update((name, f"{name}_FILE") if option.key in SECRETS else (name,))
-        if directory := self.environ.get(PDF_OUTPUT_DIR, "").strip():
+        directory = self.environ.get(PDF_OUTPUT_DIR, "").strip()
+        if directory != _legible(directory):
+            self.problems.append(f"environment: {PDF_OUTPUT_DIR} = {_legible(directory)}: is not UTF-8")
+        elif directory:
             settings = {name: dict(table) for name, table in self.values.get("plugins.settings", {}).items()}
             settings.setdefault("generate_pdf", {})["output_dir"] = absolute(directory, os.getcwd())
             self.values["plugins.settings"] = settings
@@ -461,20 +481,22 @@ class _Reader:
                 return
             source = f"{name}_FILE"
             try:
+                _check_encoding(file)
                 text = read_secret(file)
             except Refused as bad:
-                self.problems.append(f"environment: {source} = {file}: {bad}")
+                self.problems.append(f"environment: {source} = {_legible(file)}: {bad}")
                 return
             if not text:
                 self.problems.append(f"environment: {source} = {file}: the file is empty")
         if not text:
             return
         try:
+            _check_encoding(text)
             value = check(option, from_text(option, text))
             if option.name in _PATHS:
                 value = absolute(value, os.getcwd())
         except Refused as bad:
-            self.problems.append(f"environment: {source} = {hidden(option.key, text)}: {bad}")
+            self.problems.append(f"environment: {source} = {hidden(option.key, _legible(text))}: {bad}")
             return
         if option.kind == "table":
             merged = {plugin: dict(table) for plugin, table in self.values.get(option.key, {}).items()}
@@ -522,6 +544,17 @@ class _Reader:
             given = {k.removeprefix(prefix): v for k, v in self.values.items() if k.startswith(prefix)}
             sections[section.name] = section.type(**given)
         return Config(**sections)
+
+
+def _check_encoding(text: str) -> None:
+    """Of the environment's bytes Python makes lone surrogates where they are not UTF-8 (PEP 383), and nothing later
+    could encode them: not the log, not what children are told, not what a key is compared by."""
+    if text != _legible(text):
+        raise Refused("is not UTF-8")
+
+
+def _legible(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _impossible(cfg: Config, sources: Mapping[str, str]) -> list[str]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from aqd import channel, messages, process
-from aqd.config import Config
+from aqd.config import Config, without_secrets
 from aqd.hookspecs import HandlerInfo, PluginInfo
 from aqd.log import get_logger
 from aqd.process import ExitStatus, boottime
@@ -119,10 +119,8 @@ class Generations:
         self.candidate = loader
         self._sessions[pid] = math.inf
         self._opened(loader)
-        # Handlers have no business with the daemon's secrets.
-        public = _without_secrets(config)
         with contextlib.suppress(channel.ChannelClosed):
-            peer.send(messages.Load(public, generation, os.getpid(), skip, late))
+            peer.send(messages.Load(without_secrets(config), generation, os.getpid(), skip, late))
 
     def sessions(self) -> set[int]:
         """Of which a newborn worker may still be, that is about to lead its own. What else is in the session of a loader
@@ -306,12 +304,3 @@ class Generations:
 
 def _kill(loader: Loader) -> None:
     process.signal_group(loader.pid, signal.SIGKILL)
-
-
-def _without_secrets(config: Config) -> Config:
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        database=replace(config.database, url=""),
-        api=replace(config.api, admin_api_key="", admin_api_key_file=""),
-    )

@@ -33,12 +33,16 @@ import pluggy
 
 from aqd import confine, plugin_files, plugin_guard
 from aqd.errors import PluginError, StopJob
+from aqd.failures import printable
 from aqd.hookspecs import HOOK_NAMES, PROJECT, Handler, HandlerInfo, Handlers, Hooks, PluginInfo
 from aqd.plugin_files import Candidate
 
 if TYPE_CHECKING:
     from aqd.config import Config
 
+# Characters of a name, a path, a version; of why a plugin is broken.
+MAX_TEXT = 1_000
+MAX_REASON = 65_536
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 # What a child may take beyond the plugin's own limit before it is killed: C code cannot be interrupted.
 _CHILD_GRACE_S = 3.0
@@ -336,13 +340,14 @@ def _refuse(registry: Registry, candidate: Candidate, reason: str) -> PluginInfo
 
 
 def _describe(candidate: Candidate, error: str | None = None) -> PluginInfo:
+    # Lone surrogates (of a file's name, of an exception's text) cannot be sent: the whole load would fail.
     return PluginInfo(
-        name=candidate.name,
-        source=candidate.source,
-        version=candidate.version,
+        name=printable(candidate.name, MAX_TEXT),
+        source=printable(candidate.source, MAX_TEXT),
+        version=printable(candidate.version, MAX_TEXT),
         digest=plugin_files.digest(candidate),
         state="broken" if error is not None else "loaded",
-        error=error,
+        error=None if error is None else printable(error, MAX_REASON),
     )
 
 
@@ -350,7 +355,7 @@ def _version(plugin: object) -> str:
     version = None
     with contextlib.suppress(Exception):  # an entry point may be any object
         version = getattr(plugin, "__version__", None)
-    return version if isinstance(version, str) else ""
+    return printable(version, MAX_TEXT) if isinstance(version, str) else ""
 
 
 def _count(threads: list[str]) -> str:

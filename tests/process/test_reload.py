@@ -492,3 +492,33 @@ def test_a_generation_whose_workers_cannot_start_is_taken_back(daemon, jobs):
     (daemon.plugins_dir / "bad.py").unlink()
     assert daemon.aqd("reload").returncode == 0
     assert daemon.status()["problems"] == []
+
+
+STRANGE = '__version__ = "1\\0\\ud800"\nraise ValueError("a\\0b\\ud800" + "x" * 100_000)\n'
+
+
+def test_a_plugin_whose_error_no_database_takes_does_not_hide_its_node(start_daemon, jobs):
+    """The sign of life is what claims and other nodes depend on."""
+    daemon = start_daemon(plugins={"strange.py": STRANGE})
+    jobs.wait(jobs.add())
+
+    def info():
+        return jobs.conn.execute("select info from aqd.nodes").fetchone()["info"]
+
+    wait_until(lambda: (info() or {}).get("plugins"), 60.0)
+    (strange,) = [each for each in info()["plugins"] if each["name"] == "strange"]
+    assert strange["state"] == "broken"
+    assert "a\\x00b\\ud800" in strange["error"]
+    assert len(strange["error"]) < 3000
+    assert not [line for line in daemon.lines if line["level"] == "error" and "refuse" in line["event"]]
+
+
+def test_a_node_lives_although_what_it_says_of_itself_is_refused(start_daemon, jobs):
+    jobs.conn.execute("alter table aqd.nodes add constraint none check (info is null)")
+    daemon = start_daemon()
+    job = jobs.add()
+    jobs.wait(job)
+    wait_until(lambda: jobs.conn.execute("select from aqd.nodes where types <> '{}'").fetchone() is not None)
+    assert daemon.stop() == 0
+    said = [line for line in daemon.lines if "what the node says of itself" in line["event"]]
+    assert len(said) == 1

@@ -424,6 +424,23 @@ def test_refusals_do_not_show_secrets(write, key: str, value: str) -> None:
     assert "hunter2" not in message
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ADMIN_API_KEY", "AQD_API_KEYS", "DATABASE_URL", "DATABASE_URL_FILE", "AQD_API_KEYS_FILE"),
+        *("AQD_DAEMON_QUEUES", "AQD_PLUGINS_SETTINGS", "PDF_OUTPUT_DIR", "LOG_LEVEL"),
+    ],
+)
+def test_bytes_that_are_not_utf8_are_refused(write, name: str) -> None:
+    """As Python hands them over: each such byte as a lone surrogate, which nothing later could encode."""
+    text = {"DATABASE_URL": "postgresql://u:hunter2@h/", "AQD_PLUGINS_SETTINGS": "{ a = { b = 'hunter2"}
+    message = refusal(write(""), {name: text.get(name, "hunter2") + "\udcff'}}"})
+    assert f"environment: {name} = " in message
+    assert "is not UTF-8" in message
+    message.encode()
+    assert "hunter2" not in message or name not in ("ADMIN_API_KEY", "AQD_API_KEYS", "DATABASE_URL")
+
+
 def test_shown_values_hide_secrets_and_are_toml() -> None:
     import tomllib
 
@@ -434,6 +451,24 @@ def test_shown_values_hide_secrets_and_are_toml() -> None:
     assert config.shown("api.admin_api_key", "hunter2") == '"***"'
     assert config.shown("api.admin_api_key", "") == '""'
     assert config.shown("database.url", "postgresql://u:hunter2@h/d") == '"postgresql://u:***@h/d"'
+
+
+def test_no_secret_is_left_in_what_handlers_get() -> None:
+    api = config.Api(admin_api_key="a" * 40, keys="k:read:x", keys_file="/k", admin_api_key_file="/a", port=5)
+    cfg = config.Config(database=config.Database(url="postgresql://u:pw@h/d", notify=False), api=api)
+    public = config.without_secrets(cfg)
+    assert public.database == config.Database(url="", notify=False)
+    assert public.api == config.Api(port=5)
+    for key in config.SECRETS:
+        section, _, name = key.partition(".")
+        assert getattr(getattr(public, section), name) == ""
+
+
+def test_all_variables_of_secrets_are_known() -> None:
+    assert config.secret_variables() >= {
+        *("DATABASE_URL", "AQD_DATABASE_URL_FILE", "PGPASSWORD", "AQD_API_KEYS", "AQD_API_KEYS_FILE"),
+        *("ADMIN_API_KEY", "ADMIN_API_KEY_FILE", "AQD_API_ADMIN_API_KEY"),
+    }
 
 
 # --- for other processes --------------------------------------------------------------------------
