@@ -54,8 +54,8 @@ def heeding(payload, job):
         thread.start()
         while True:
             try:
-                while thread.is_alive():
-                    thread.join()
+                while len(seen) < 2:  # a join that is interrupted takes the thread for ended
+                    time.sleep(0.01)
                 return seen
             except StopJob:
                 pass
