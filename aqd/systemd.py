@@ -1,6 +1,6 @@
-"""Talking to systemd: readiness, reloads, status and the watchdog.
+"""Talking to systemd: readiness, reloads, status and the watchdog; the sockets that it passes.
 
-Used by the master only (the unit says ``NotifyAccess=main``; what its children send is refused). Does
+Used by the master only (the unit says ``NotifyAccess=main``; what its children send is refused), and by ``aqd api``. Does
 nothing, and says so by returning False or None, when there is no systemd above us. Never waits: the manager
 may be stopped or re-executing.
 
@@ -15,7 +15,8 @@ from collections.abc import Mapping, MutableMapping
 
 _WAITING_MAX = 32
 _NOT_FOR_CHILDREN = ("NOTIFY_SOCKET",)
-_NOT_FOR_CHILDREN_PREFIXES = ("WATCHDOG_", "LISTEN_")
+_SOCKETS_PREFIX = "LISTEN_"
+_NOT_FOR_CHILDREN_PREFIXES = ("WATCHDOG_", _SOCKETS_PREFIX)
 
 
 def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -85,6 +86,22 @@ def watchdog_interval_s(environ: Mapping[str, str] = os.environ) -> float | None
     except (KeyError, ValueError):
         return None
     return limit_us / 2_000_000 if limit_us > 0 else None
+
+
+def listen_fds(environ: Mapping[str, str] = os.environ) -> int:
+    """How many sockets the manager has passed to this very process, from descriptor 3 on (sd_listen_fds(3)); 0 if the
+    variables are another process's, or make no sense."""
+    try:
+        count, pid = int(environ["LISTEN_FDS"]), int(environ["LISTEN_PID"])
+    except (KeyError, ValueError):
+        return 0
+    return max(count, 0) if pid == os.getpid() else 0
+
+
+def forget_sockets(env: MutableMapping[str, str]) -> None:
+    """Remove what says that there are sockets: gunicorn would look for them once more, less leniently."""
+    for name in [name for name in env if name.startswith(_SOCKETS_PREFIX)]:
+        del env[name]
 
 
 def strip_environment(env: MutableMapping[str, str]) -> None:

@@ -56,12 +56,16 @@ def create(cfg: Config, ring: Ring) -> Application:
     return Application(cfg, ring)
 
 
+_AUTHORITY: Final = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://[^/]*")
+
+
 class _Slashes:
     """Names of queues and types may hold "/", written %2F in a path. WSGI decodes the path before anybody parts it, so it
     is parted as it was sent, with what is meant as a part of a name left for :data:`aqd.api.endpoint.SLASH`."""
 
     def process_request(self, req: falcon.Request, _resp: falcon.Response) -> None:
-        sent, _, _ = str(req.env.get("RAW_URI", "")).partition("?")
+        # A target may have the absolute form (RFC 9112, 3.2.2), and then the path is the same.
+        sent = _AUTHORITY.sub("", re.split("[?#]", str(req.env.get("RAW_URI", "")), maxsplit=1)[0])
         if "%2f" in sent.lower() and sent.startswith("/"):
             parts = re.split("%2f", sent, flags=re.IGNORECASE)
             path = SLASH.join(falcon.uri.decode(part, unquote_plus=False) for part in parts)

@@ -26,8 +26,8 @@ from aqd.errors import InputError
 from aqd.keys import Scope as Scope  # for the routes
 
 PREFIX = "/v1"
-# A "/" inside a value of the path.
-SLASH = "%2F"
+# A "/" inside a value of the path. Half a surrogate pair, which no decoded path can hold (falcon.uri.decode).
+SLASH = "\udc2f"
 
 
 @dataclass(slots=True)

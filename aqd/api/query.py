@@ -23,6 +23,7 @@ from aqd.strict_json import show
 
 LIMIT_DEFAULT = 50
 LIMIT_MAX = 1000
+MAX_PARAMETERS = 50
 
 Limit = Annotated[int, Meta(ge=1, le=LIMIT_MAX, description=f"How many at most. Default {LIMIT_DEFAULT}.")]
 Cursor = Annotated[
@@ -57,8 +58,11 @@ def _plain(info: inspect.Type) -> inspect.Type:
 
 
 def _pairs(query: str, known: dict[str, Any]) -> dict[str, str]:
+    if (count := query.count("&") + 1) > MAX_PARAMETERS:
+        reason = f"the query string has {count} parameters, at most {MAX_PARAMETERS}"
+        raise Problem(400, reason, bound=MAX_PARAMETERS)
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=50)
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict")
     except ValueError:  # UnicodeDecodeError too
         raise Problem(400, "the query string is not valid percent-encoded UTF-8") from None
     found: dict[str, str] = {}

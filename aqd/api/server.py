@@ -42,8 +42,9 @@ def run(cfg: Config, config_path: str | None, *, fd: int | None = None) -> int:
     log.configure(cfg.log.level, cfg.log.format, process="api")
     if fd is not None:
         systemd.strip_environment(os.environ)
-    elif os.environ.get("LISTEN_PID") != str(os.getpid()):  # else systemd has bound the socket
+    elif not systemd.listen_fds():  # else systemd has bound the socket
         fd = _listen(cfg.api.host, cfg.api.port)
+        systemd.forget_sockets(os.environ)
     _raise_file_limit()
     tally.shared()  # before the fork: all workers count in the same memory
     server = Server(cfg, config_path, fd)
@@ -124,11 +125,16 @@ class GunicornLog(glogging.Logger):  # type: ignore[misc]
 
 
 def _exposed(fd: int | None) -> str | None:
-    """Where the sockets that we have can be reached from other machines: ``fd``, or those of systemd (sd_listen_fds(3):
-    from descriptor 3 on). Asked once, at the start: gunicorn closes these descriptors."""
-    fds = [fd] if fd is not None else range(3, 3 + int(os.environ.get("LISTEN_FDS", "0")))
+    """Where the sockets that we have can be reached from other machines: ``fd``, or those of systemd, from descriptor 3
+    on. Asked once, at the start: gunicorn closes these descriptors."""
+    fds = [fd] if fd is not None else range(3, 3 + systemd.listen_fds())
     with contextlib.ExitStack() as stack:
-        return keys.beyond(stack.enter_context(socket.socket(fileno=os.dup(each))) for each in fds)
+        try:
+            sockets = [stack.enter_context(socket.socket(fileno=os.dup(each))) for each in fds]
+        except OSError as error:
+            source = "--fd" if fd is not None else "LISTEN_FDS"
+            raise WorldError(f"not all that was passed are sockets ({source}): {error.strerror}") from None
+        return keys.beyond(sockets)
 
 
 def _ring(cfg: Config, exposed: str | None) -> keys.Ring:

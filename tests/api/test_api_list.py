@@ -173,6 +173,13 @@ def test_refused(world: Api, query: str, field: str) -> None:
     assert world.get(f"/jobs?{query}").problem(400).get("field", "") == field
 
 
+def test_too_many_parameters(world: Api) -> None:
+    query = "&".join(f"tag{n}=x" for n in range(51))
+    problem = world.get(f"/jobs?{query}").problem(400, "the query string has 51 parameters, at most 50")
+    assert problem["bound"] == 50
+    world.get(f"/jobs?{query[: query.rindex('&')]}").problem(400, "unknown query parameter")
+
+
 def test_large_pages_end_early_and_go_on(api: Api, jobs: Jobs) -> None:
     """8 MiB of texts: 20 payloads of 900 kB are three pages of payloads, and one without."""
     jobs.conn.execute(

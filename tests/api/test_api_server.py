@@ -34,11 +34,11 @@ def environment(tmp_path: Path, **env: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def aqd_api(tmp_path: Path, *arguments: str, **env: str) -> Any:
+def aqd_api(tmp_path: Path, *arguments: str, argv: list[str] | None = None, **env: str) -> Any:
     """``aqd api`` as a service of its own; its output goes to a file."""
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "aqd", *(arguments or ("api",))],
+            argv or [sys.executable, "-m", "aqd", *(arguments or ("api",))],
             env=environment(tmp_path, **env),
             stdout=log,
             stderr=log,
@@ -173,3 +173,32 @@ def test_reload(start_api: Callable[..., Api], tmp_path: Path) -> None:
         assert time.monotonic() < end, api.tail()
     assert failures == []
     assert api.process.pid == arbiter
+
+
+@pytest.mark.parametrize(
+    ("fds", "pid"), [("abc", "1"), ("1", "abc"), ("7", "1"), ("abc", "own"), ("0", "own")]
+)
+def test_variables_of_systemd_that_are_not_for_it(tmp_path: Path, fds: str, pid: str) -> None:
+    """Inherited from a service that started us, or nonsense: it listens itself."""
+    port = free_port()
+    with started_by(tmp_path, fds, pid, PORT=str(port)) as process:
+        wait_until(lambda: "Listening at" in (tmp_path / "log").read_text() or process.poll() is not None, 60)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert connects(port)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_sockets_that_systemd_did_not_pass(tmp_path: Path) -> None:
+    with started_by(tmp_path, "9", "own", PORT=str(free_port())) as process:
+        assert process.wait(60) == Exit.ERROR
+    assert "LISTEN_FDS" in (tmp_path / "log").read_text()
+    assert "internal error" not in (tmp_path / "log").read_text()
+
+
+def started_by(tmp_path: Path, fds: str, pid: str, **env: str) -> Any:
+    script = (
+        "import os, sys; fds, pid = sys.argv[1:]\n"
+        "os.environ.update(LISTEN_FDS=fds, LISTEN_PID=str(os.getpid()) if pid == 'own' else pid)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'aqd', 'api'])"
+    )
+    return aqd_api(tmp_path, argv=[sys.executable, "-c", script, fds, pid], **env)

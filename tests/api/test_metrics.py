@@ -155,6 +155,20 @@ def test_names_with_slashes(api: Api, queue: Queue, conn: psycopg.Connection[Any
         api.get(path).problem(404)
 
 
+def test_names_with_slashes_in_other_forms(api: Api) -> None:
+    """The absolute form of a target (RFC 9112, 3.2.2) means the same; what was encoded twice is decoded once."""
+    for target, name in (
+        ("/queues/q%2Fz/pause", "q/z"),
+        (f"http://127.0.0.1:{api.port}/queues/absolute%2Fz/pause", "absolute/z"),
+        ("HTTP://x/v1/queues/absolute%2Fy/pause?", "absolute/y"),
+    ):
+        answer = api.admin("POST", target)
+        assert (answer.status, answer.json["queue"]) == (200, name), answer
+    for path in ("/queues/q%252Fz/resume", "/queues/q%2F%252Fz/resume", "/queues/q%ED%B0%AFz/resume"):
+        api.admin("POST", path).problem(400)
+    assert api.get("/queues/q%2Fz").json["paused"]
+
+
 @pytest.mark.parametrize("path", ["/queues", "/types"])
 def test_nothing_is_known_yet(path: str, shared_api: Api) -> None:
     answer = shared_api.get(path)

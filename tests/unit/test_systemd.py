@@ -95,6 +95,34 @@ def test_children_get_nothing_of_it() -> None:
     assert environ == {"PATH": "/bin", "JOURNAL_STREAM": "1:2"}
 
 
+@pytest.mark.parametrize(
+    ("fds", "pid", "wanted"),
+    [
+        ("1", "", 1),
+        ("3", "", 3),
+        ("0", "", 0),
+        ("-1", "", 0),
+        ("abc", "", 0),
+        ("1.5", "", 0),
+        (None, "", 0),
+        ("1", "1", 0),
+        ("1", "abc", 0),
+        ("abc", "1", 0),
+        ("1", None, 0),
+    ],
+)
+def test_sockets_of_the_manager(fds: str | None, pid: str | None, wanted: int) -> None:
+    """sd_listen_fds(3); "" stands for our own number."""
+    given = {"LISTEN_FDS": fds, "LISTEN_PID": str(os.getpid()) if pid == "" else pid}
+    assert systemd.listen_fds({name: text for name, text in given.items() if text is not None}) == wanted
+
+
+def test_what_was_meant_for_another_process_is_forgotten() -> None:
+    environ = {"LISTEN_FDS": "abc", "LISTEN_PID": "1", "LISTEN_FDNAMES": "a", "NOTIFY_SOCKET": "/x"}
+    systemd.forget_sockets(environ)
+    assert environ == {"NOTIFY_SOCKET": "/x"}
+
+
 # --- the units ------------------------------------------------------------------------------------
 
 
