@@ -334,6 +334,8 @@ def test_the_proxy() -> None:
     assert int(re.search(r"proxy_read_timeout (\d+)s", block)[1]) > wait.le  # type: ignore[index]
     assert body.limit(config.Config()) == 1 << 20
     assert "client_max_body_size 1m" in block
+    assert re.search(r"proxy_pass http://[\d.]+:\d+;", block)  # with a path it would decode %2F
+    assert "rewrite" not in block
 
 
 def test_the_names_of_the_clients() -> None:
