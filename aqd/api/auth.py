@@ -15,6 +15,7 @@ from typing import Any
 import falcon
 import msgspec
 
+from aqd.api.documents import BatchAnswer, Submitted
 from aqd.api.problems import Problem
 from aqd.config import Config
 from aqd.keys import Key, Ring, Scope
@@ -138,10 +139,11 @@ class Trail:
 
     ``change`` when it was done, ``change failed`` when the request or the state of things did not allow it, ``change
     refused`` (a warning) when the caller may not. Submitting without a key, where it is open, gives no line: there is
-    nobody to name, and the job itself says when. So does a trial (``dry_run``), which changes nothing.
+    nobody to name, and the job itself says when. So do a trial (``dry_run``), however it ends, and submitting where all
+    keys stand for their jobs already, because nothing is changed.
     """
 
-    __slots__ = ("_action", "_path", "_refusals", "_req", "_scope", "body", "key")
+    __slots__ = ("_action", "_path", "_refusals", "_req", "_scope", "body", "key", "trial")
 
     def __init__(
         self, refusals: _Quota, req: falcon.Request, action: str, scope: Scope | None, path: Mapping[str, str]
@@ -153,6 +155,7 @@ class Trail:
         self._path = path
         self.key = ""
         self.body: Any = None
+        self.trial = False
 
     def ended(self, status: int, document: Any = None, location: str | None = None) -> None:
         """Write the line. ``document`` is the answer, or a problem's members."""
@@ -160,7 +163,7 @@ class Trail:
         key = self.key or getattr(self._req.context, "key", None)
         fields: dict[str, Any] = {"key": key, "action": self._action}
         fields |= {name: text[:_MAX_SHOWN] for name, text in self._path.items()}
-        if location is not None:
+        if status == 201 and location is not None:
             fields["made"] = location.rsplit("/", 1)[-1]
         if status in (401, 403):
             if self._refusals.take():
@@ -171,14 +174,21 @@ class Trail:
             return
         if self._scope is Scope.SUBMIT and not self.key:
             return
-        if getattr(document, "dry_run", False):
+        if self.trial:
             return
+        event = "change" if status < 400 else "change failed"
+        match document:
+            case Submitted(outcome="existing") | BatchAnswer(created=0, replaced=0, refused=0):
+                return
+            case Submitted(outcome="replaced"):
+                fields |= {"id": document.id, "replaced": 1}
+            case BatchAnswer(created=0, replaced=0):
+                event = "change failed"
         if self._scope is Scope.ADMIN and self.body is not None:
             fields["request"] = _shown(self.body)
-        for name in ("matched", "changed", "created", "replaced"):
+        for name in ("matched", "changed", "created", "replaced", "refused"):
             if (number := getattr(document, name, None)) is not None:
                 fields[name] = number
-        event = "change" if status < 400 else "change failed"
         log.info(event, **fields, status=status, reason=problem.get("type"), client=self._req.remote_addr)
 
 

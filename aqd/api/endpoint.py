@@ -132,6 +132,8 @@ class Endpoint:
             if trail is not None:
                 trail.key = key
             params = query.parse(req, self.params)
+            if trail is not None:
+                trail.trial = getattr(params, "dry_run", False)
             given = self._read(req, services) if self.body is not None else None
             if trail is not None:
                 trail.body = given

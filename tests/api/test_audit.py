@@ -5,6 +5,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from aqd import store
+from aqd.claims import ClaimBook
+from aqd.config import Database
 from tests.fixtures.api import ADMIN_KEY, Answer, Api
 from tests.fixtures.processes import wait_until
 
@@ -76,3 +79,41 @@ def test_submitting_without_a_key_gives_no_line(start_api: Callable[..., Api]) -
         assert submit(api).status == 201
     submit(api, x_admin_key=ADMIN)
     assert audit(api, 1)[0]["key"] == "admin"
+
+
+def test_a_line_says_what_was_done_and_only_that(start_api: Callable[..., Api]) -> None:
+    api = start_api(AQD_API_KEYS=NAMED)
+    headers = {"x_api_key": SUBMIT, "idempotency_key": "one"}
+    first = submit(api, **headers)
+    assert (first.status, submit(api, **headers).status) == (201, 200)  # the second one: no line
+    replacing = JOB | {"priority": 7, "on_conflict": "replace"}
+    assert api.post("/jobs", replacing, **headers).json["outcome"] == "replaced"
+    keyed = JOB | {"priority": 7, "idempotency_key": "one"}
+    assert api.post("/jobs/batch", {"jobs": [keyed]}, x_api_key=SUBMIT).json["existing"] == 1  # no line
+    some = {"jobs": [keyed, {"type": "no op"}], "atomic": False}
+    assert api.post("/jobs/batch", some, x_api_key=SUBMIT).json["refused"] == 1
+    assert api.post("/jobs/batch", {"jobs": [JOB, keyed]}, x_api_key=SUBMIT).json["created"] == 1
+    with store.connect(Database(url=api.database_url), "tests") as node:
+        node.execute("select aqd.enqueue('runs')")
+        book = ClaimBook("node", 30.0)
+        book.set_types(frozenset({"runs"}))
+        (running,) = book.claim(node, 10)
+    assert api.post(f"/jobs/{running.id}/cancel", x_api_key=ADMIN).status == 202
+    for trial in ({"filter": {}}, {"ids": []}, {"ids": ["x"]}, {"filter": {"type": "mail"}}):  # no lines
+        api.post("/jobs/cancel?dry_run=true", trial, x_api_key=ADMIN)
+    api.post("/jobs/cancel", {"filter": {}}, x_api_key=ADMIN).problem(400)
+    told = ("event", "action", "status", "made", "id", "created", "replaced", "refused")
+    seen = [{name: line[name] for name in told if name in line} for line in audit(api, 6)]
+    job = first.json["id"]
+    assert seen == [
+        {"event": "change", "action": "post_jobs", "status": 201, "made": job},
+        {"event": "change", "action": "post_jobs", "status": 200, "id": job, "replaced": 1},
+        {"event": "change failed", "action": "post_jobs_batch", "status": 200} | counts(0, 0, 1),
+        {"event": "change", "action": "post_jobs_batch", "status": 200} | counts(1, 0, 0),
+        {"event": "change", "action": "post_jobs_id_cancel", "status": 202, "id": str(running.id)},
+        {"event": "change failed", "action": "post_jobs_cancel", "status": 400},
+    ]
+
+
+def counts(created: int, replaced: int, refused: int) -> dict[str, int]:
+    return {"created": created, "replaced": replaced, "refused": refused}
