@@ -113,7 +113,8 @@ def enqueue(
     is an :class:`IdempotencyConflict`. With ``on_conflict="replace"`` a job that is still QUEUED becomes what
     this call asks for, and one that has begun stays while a new one is made; with ``"reject"`` a key that
     stands for a job is an :class:`IdempotencyConflict`. A key is free again after ``idempotency_ttl_hours``
-    (0.01 to 87,600). Keys given here, by SQL and through the API without a named key are the same keys.
+    (0.01 to 87,600). Keys given here, by SQL, by ``aqd submit`` and through the API without an API key are the same keys;
+    each API key, ADMIN_API_KEY too (as "admin"), has its own.
     """
     request, hours = _request(
         type,

@@ -82,7 +82,11 @@ class _Headers:
 
 class _Cors:
     """For web pages of the configured origins (Fetch standard, 3.2). Without any, no answer carries such a header, and a
-    browser lets no page of another origin send JSON here or read an answer."""
+    browser lets no page of another origin send JSON here or read an answer.
+
+    That is no protection of an open service on a machine where a browser runs: a page whose name is made to resolve to
+    127.0.0.1 (DNS rebinding) is of the same origin to the browser, and ``Host`` is not looked at here, because a proxy
+    and each client may have a name of their own for the service. A key is one: the page does not have it."""
 
     REQUEST_HEADERS: Final = "authorization, content-type, idempotency-key, x-admin-key, x-api-key"
     ANSWER_HEADERS: Final = "location, retry-after"

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from aqd import client
-from tests.fixtures.api import Answer, Api
+from tests.fixtures.api import ADMIN_KEY, Answer, Api
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.processes import wait_until
 
@@ -279,3 +279,15 @@ def test_what_is_no_on_conflict(shared_api: Api, value: Any) -> None:
 @pytest.mark.usefixtures("_nothing_stored")
 def test_on_conflict_needs_a_key(shared_api: Api) -> None:
     assert shared_api.post("/jobs", {**JOB, "on_conflict": "replace"}).problem(400)["field"] == "on_conflict"
+
+
+def test_the_admin_key_is_a_scope_of_its_own(api: Api) -> None:
+    """And what an open API does not know counts as no key."""
+    sent = {"content-type": "application/json", "idempotency-key": "one"}
+    keys = ({}, {"x-api-key": "unknown"}, {"x-api-key": ADMIN_KEY.encode()})
+    answers = [api.request("POST", "/jobs", b'{"type":"mail"}', sent | key) for key in keys]
+    assert [answer.status for answer in answers] == [201, 200, 201]
+    with psycopg.connect(api.database_url) as conn:
+        found = conn.execute("select scope, job_id from aqd.idempotency_keys order by scope").fetchall()
+        assert found == [("", int(answers[1].json["id"])), ("admin", int(answers[2].json["id"]))]
+        assert client.enqueue(conn, "mail", idempotency_key="one").id == int(answers[0].json["id"])

@@ -1,7 +1,8 @@
 """Submitting: ``POST /jobs``, ``POST /jobs/batch``.
 
-The same options as everywhere (:class:`aqd.job.JobRequest`). A key's scope is the name of the API key under which
-it came, so two applications do not meet in one; without a named key it is the scope of SQL and of the client.
+The same options as everywhere (:class:`aqd.job.JobRequest`). An idempotency key's scope is the name of the API key
+that the request carries ("admin" for ADMIN_API_KEY), so two applications do not meet in one; without an API key it is
+the scope of SQL, of the client and of the command line.
 """
 
 import random
