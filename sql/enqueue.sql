@@ -23,21 +23,26 @@ from (select coalesce(:queue::text, (select h.queue from aqd.handlers h where h.
 -- function's answer too, so that nothing can fail between the change and the look at it.
 -- Index: primary key of idempotency_keys; of jobs for the job that was there already.
 select k.id, k.state, k.due_at, k.made_at, k.goes_to, k.outcome, k.differs
-from aqd.enqueue_keyed(:type::text, :payload::text::jsonb, :queue::text, :priority::integer, :run_at::timestamptz,
+from aqd.enqueue_keyed(:type::text, aqd.fitting('payload', :payload::text::jsonb, 67108864), :queue::text, :priority::integer, :run_at::timestamptz,
                        :delay_s::double precision, :max_attempts::integer, :timeout_s::double precision,
-                       :tags::text[], :meta::text::jsonb, :idempotency_key::text, :on_conflict::text,
-                       :ttl_hours::double precision, :scope::text) as k
+                       :tags::text[], aqd.fitting('meta', :meta::text::jsonb, 65536), :idempotency_key::text,
+                       :on_conflict::text, :ttl_hours::double precision, :scope::text) as k
 
 -- name: enqueue_many :many
 -- Many checked requests without keys, in their order; answers in the order of ids, which is the same one. Bounds and
 -- names were checked by aqd.job with the figures of aqd.enqueue: a call of that for each row costs ten times as
--- much (152 us a job; this one 13). tags and meta are texts, because arrays of arrays are not ragged.
+-- much (152 us a job; this one 13). tags and meta are texts, because arrays of arrays are not ragged. How long JSON is
+-- as PostgreSQL writes it only PostgreSQL knows; a payload grows at most 2,100 times (0e-16383).
 -- Index: primary key of handlers; inserts into the primary key and jobs_ready.
 with made as (
     insert into aqd.jobs (type, payload, queue, priority, run_at, max_attempts, timeout_s, tags, meta)
-    select g.type, g.payload::jsonb, coalesce(g.queue, h.queue, 'default'), g.priority::smallint,
+    select g.type,
+           case when octet_length(g.payload) <= 30000 then g.payload::jsonb
+                else aqd.fitting('payload', g.payload::jsonb, 67108864) end,
+           coalesce(g.queue, h.queue, 'default'), g.priority::smallint,
            greatest(coalesce(g.run_at, now() + g.delay_s * interval '1 second'), now()),
-           g.max_attempts, g.timeout_s, g.tags::text[], g.meta::jsonb
+           g.max_attempts, g.timeout_s, g.tags::text[],
+           aqd.fitting('meta', g.meta::jsonb, 65536)
     from unnest(:types::text[], :payloads::text[], :queues::text[], :priorities::integer[],
                 :run_ats::timestamptz[], :delays_s::double precision[], :max_attempts::integer[],
                 :timeouts_s::double precision[], :tags::text[], :metas::text[]) with ordinality
@@ -55,17 +60,23 @@ order by m.id
 -- name: enqueue_many_keyed :many
 -- Many checked requests under keys, one after the other in the order given, which must be that of the keys: two
 -- batches with the same keys in opposite orders would wait for each other. A key that stands twice makes one job.
+-- Where jobs may be replaced, :hold names all the keys (aqd.hold_keys); the scope depends on it so that it is first.
 -- Index: primary key of idempotency_keys; of jobs for jobs that were there already.
+with held as materialized (
+    select case when cardinality(:hold::text[]) > 0 then aqd.hold_keys(:scope::text, :hold::text[]) else 0 end as jobs
+)
 select k.id, k.state, k.due_at, k.made_at, k.goes_to, k.outcome, k.differs
-from unnest(:types::text[], :payloads::text[], :queues::text[], :priorities::integer[],
+from held
+cross join unnest(:types::text[], :payloads::text[], :queues::text[], :priorities::integer[],
             :run_ats::timestamptz[], :delays_s::double precision[], :max_attempts::integer[],
             :timeouts_s::double precision[], :tags::text[], :metas::text[],
             :keys::text[], :on_conflicts::text[]) with ordinality
     as g(type, payload, queue, priority, run_at, delay_s, max_attempts, timeout_s, tags, meta, key, on_conflict,
          place)
 cross join lateral aqd.enqueue_keyed(
-    g.type, g.payload::jsonb, g.queue, g.priority, g.run_at, g.delay_s, g.max_attempts, g.timeout_s,
-    g.tags::text[], g.meta::jsonb, g.key, g.on_conflict, :ttl_hours::double precision, :scope::text) as k
+    g.type, aqd.fitting('payload', g.payload::jsonb, 67108864), g.queue, g.priority, g.run_at, g.delay_s,
+    g.max_attempts, g.timeout_s, g.tags::text[], aqd.fitting('meta', g.meta::jsonb, 65536), g.key, g.on_conflict,
+    :ttl_hours::double precision, case when held.jobs >= 0 then :scope::text end) as k
 order by g.place
 
 -- name: limit_lock_wait :exec

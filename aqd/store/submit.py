@@ -24,7 +24,7 @@ import psycopg
 
 from aqd.database import Connection, Row, float_array, int_array, lock_denied, run, text_array
 from aqd.errors import IdempotencyConflict, InputError, KeyInProgress
-from aqd.job import DEFAULT_KEY_TTL_HOURS, JobRequest
+from aqd.job import DEFAULT_KEY_TTL_HOURS, JobRequest, OnConflict
 from aqd.store.look import EnqueuedJob
 from aqd.strict_json import show
 
@@ -152,6 +152,9 @@ def many_statements(
 ) -> Iterator[tuple[str, list[int], dict[str, Any]]]:
     """What to run for many requests: each statement's name, the places of the requests that it answers, in the order
     of its rows, and its parameters."""
+    # With the first statement all that may be replaced is locked, in the order of everybody who changes many jobs.
+    replace = any(request.on_conflict == OnConflict.REPLACE for request in requests)
+    hold = sorted({r.idempotency_key for r in requests if r.idempotency_key is not None})
     for chunk in _chunks(requests):
         keyed = [place for place in chunk if requests[place].idempotency_key is not None]
         plain = [place for place in chunk if requests[place].idempotency_key is None]
@@ -163,8 +166,9 @@ def many_statements(
                 keyed,
                 _many_params([requests[place] for place in keyed])
                 | _many_keys([requests[place] for place in keyed])
-                | {"ttl_hours": ttl_hours, "scope": scope},
+                | {"ttl_hours": ttl_hours, "scope": scope, "hold": text_array(hold if replace else ())},
             )
+            hold = []  # each statement a transaction of its own: a deadlock there is repeated
         if plain:
             yield "enqueue_many", plain, _many_params([requests[place] for place in plain])
 

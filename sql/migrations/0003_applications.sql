@@ -73,6 +73,58 @@ create table aqd.idempotency_keys (
 );
 create index idempotency_keys_expires_at on aqd.idempotency_keys (expires_at);
 
+-- Whether a value is at most so many bytes long as PostgreSQL writes it out, which is how jobs are handed out.
+-- What is stored says nothing about that: 1e130000 takes 16 bytes and is written with 130,001 digits, and a text of
+-- more than 1 GB cannot be written at all: every claim that met such a job would fail.
+create function aqd.fits(value jsonb, most bigint) returns boolean
+language plpgsql immutable as $$
+begin
+    return octet_length(value::text) <= most;
+exception when program_limit_exceeded then
+    return false;
+end
+$$;
+
+-- The value itself if it fits, as aqd.fits; otherwise refused as by aqd.enqueue, in the name of "field".
+create function aqd.fitting(field text, value jsonb, most bigint) returns jsonb
+language plpgsql immutable as $$
+begin
+    if value is null or aqd.fits(value, most) then
+        return value;
+    end if;
+    raise exception using
+        errcode = '22023',
+        message = format('aqd.enqueue: %s must not be longer than %s bytes as PostgreSQL writes it', field, most),
+        detail = format('must not be longer than %s bytes as PostgreSQL writes it', most),
+        column = field;
+end
+$$;
+
+-- Locks the keys in their order, and then what is QUEUED behind them in the order of ids, which is that of everybody
+-- who changes many jobs: for a batch that replaces (its jobs in the order of the keys would deadlock with those).
+-- A key that is free is taken by a row that has expired; aqd.enqueue_keyed makes it the real one. Returns how many
+-- jobs are locked.
+create function aqd.hold_keys(key_scope text, keys text[]) returns bigint
+language plpgsql set enable_seqscan = off set jit = off as $$
+declare
+    held bigint;
+begin
+    insert into aqd.idempotency_keys as k (scope, key, job_id, expires_at, request)
+    select key_scope, u.key, 0, '-infinity', 'null'
+    from (select distinct u.key collate "C" as key from unnest(hold_keys.keys) as u(key) order by 1) as u
+    on conflict on constraint idempotency_keys_pkey do update set job_id = k.job_id where false;
+    select count(l.id) into held
+    from (select k.job_id
+          from aqd.idempotency_keys k
+          where k.scope = key_scope and k.key = any(hold_keys.keys) and k.expires_at > now()
+          order by k.job_id) as i
+    cross join lateral (
+        select j.id from aqd.jobs j where j.id = i.job_id and j.state = 'QUEUED' for no key update
+    ) as l;
+    return held;
+end
+$$;
+
 -- Submits under a key, once. For checked values: whoever is not aqd calls aqd.enqueue.
 --
 -- The upsert does it all: of many callers one inserts, and the others wait for its transaction. If that rolls
@@ -226,10 +278,12 @@ begin
     if enqueue.type is null or enqueue.type !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
         field := 'type';
         reason := 'must be 1..128 characters of A-Z a-z 0-9 _ . : / -';
-    elsif (pg_column_size(enqueue.payload) <= 67108864) is not true then
+    -- aqd.fits, which is a nested call with a handler, only for what might be too long to be written at all.
+    elsif (case when pg_column_size(enqueue.payload) <= 1000 then octet_length(enqueue.payload::text) <= 67108864
+                else aqd.fits(enqueue.payload, 67108864) end) is not true then
         field := 'payload';
         reason := case when enqueue.payload is null then 'must not be the SQL null; the JSON null is ''null''::jsonb'
-                       else 'must not be larger than 64 MiB' end;
+                       else 'must not be larger than 64 MiB as PostgreSQL writes it' end;
     elsif enqueue.queue !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
         field := 'queue';
         reason := 'must be 1..128 characters of A-Z a-z 0-9 _ . : / -';
@@ -267,9 +321,9 @@ begin
             field := 'tags';
             reason := 'must be at most 32 different tags, each 1..128 characters of A-Z a-z 0-9 _ . : / -';
         elsif enqueue.meta is not null
-                and (jsonb_typeof(enqueue.meta) <> 'object' or octet_length(enqueue.meta::text) > 65536) then
+                and (jsonb_typeof(enqueue.meta) <> 'object' or not aqd.fits(enqueue.meta, 65536)) then
             field := 'meta';
-            reason := 'must be a JSON object of at most 65536 bytes';
+            reason := 'must be a JSON object of at most 65536 bytes as PostgreSQL writes it';
         elsif enqueue.idempotency_key !~ '^[!-~]([ -~]{0,253}[!-~])?$' then
             field := 'idempotency_key';
             reason := 'must be 1..255 visible ASCII characters, with spaces only between them';
@@ -372,13 +426,19 @@ alter table aqd.queues
 -- How many jobs of a queue may be claimed now, at most "wanted", and nobody else may claim any of it until the
 -- transaction ends. Locked first, *then* counted: a volatile function's statements each have a snapshot of their own, so
 -- the count sees what others claimed while this one waited for the lock. (Counted before the wait, 50 ran at
--- a limit of 20.)
+-- a limit of 20.) Other claims hold the lock for milliseconds. Whoever holds it for longer (a transaction by hand
+-- that has changed the queue) must not hold up the claims of other queues on the same connection: there is no room
+-- then.
 create function aqd.queue_room(queue text, wanted bigint) returns bigint
-language plpgsql volatile as $$
+language plpgsql volatile set lock_timeout = '200ms' as $$
 declare
     most integer;
 begin
-    select q.max_running into most from aqd.queues q where q.queue = queue_room.queue for no key update;
+    begin
+        select q.max_running into most from aqd.queues q where q.queue = queue_room.queue for no key update;
+    exception when lock_not_available then
+        return 0;
+    end;
     if most is null then
         return wanted;
     end if;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 
 from aqd import store
+from aqd.job import JobRequest, validate
 from aqd.store import Action, JobFilter, change
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
@@ -93,6 +95,50 @@ def test_those_who_want_the_same_do_not_deadlock(
         assert sum(counts) == 1000, "each job is changed once"
     for conn in conns:
         conn.close()
+    wait_until(
+        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
+    )
+    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
+
+
+def test_batches_that_replace_do_not_deadlock_with_changes_of_many(connect: Connect, queue: Queue) -> None:
+    """The keys' order is not that of the ids. Several statements in the application's transaction, too."""
+    keys = [f"k{n:03}" for n in range(120)]
+    shuffled = random.Random(1).sample(keys, len(keys))
+
+    def requests(order: list[str]) -> list[JobRequest]:
+        return [
+            validate("noop", {"n": random.random()}, delay_s=3600, idempotency_key=key, on_conflict="replace")
+            for key in order
+        ]
+
+    store.enqueue_many(queue.conn, requests(keys))
+    for key in shuffled:  # anew, so that the ids have another order
+        queue.conn.execute(
+            "delete from aqd.jobs j using aqd.idempotency_keys k where j.id = k.job_id and k.key = %s", [key]
+        )
+        store.enqueue(queue.conn, requests([key])[0])
+
+    def application(order: list[str]) -> None:
+        with connect(dispatcher=False) as conn:
+            for turn in range(20):
+                with conn.transaction():
+                    store.enqueue_many(conn, requests(order))
+                store.enqueue_many(conn, requests(order[turn:]))
+
+    def by_hand() -> None:
+        with connect(dispatcher=False) as conn:
+            for _ in range(40):
+                ids = [row[0] for row in conn.execute("select id from aqd.jobs").fetchall()]
+                store.change_jobs(conn, Action.DELETE, ids[::7])
+
+    def locked() -> None:
+        with connect(dispatcher=False) as conn:
+            for _ in range(60):
+                conn.execute("select id from aqd.jobs order by id for no key update")
+
+    in_threads(lambda: application(keys), lambda: application(keys[::-1]), by_hand, locked, timeout_s=120)
+    assert queue.value("select count(*) from aqd.idempotency_keys where expires_at < now()") == 0
     wait_until(
         lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
     )
