@@ -127,7 +127,20 @@ class KeyInProgress(Locked):
 
 
 class OutcomeUnknown(DatabaseUnavailable):
-    """The connection broke while a change was being committed: it may or may not have happened."""
+    """The connection broke while a change was being committed, or the answer to it was lost on its way: it may or may
+    not have happened.
+
+    ``idempotency_keys``: those of the jobs that were being submitted over HTTP, in their order. Under the same key the
+    same job may be submitted again, and is not made twice. ``idempotency_key`` is the only one, where there is one.
+    """
+
+    def __init__(self, message: str, idempotency_keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.idempotency_keys = idempotency_keys
+
+    @property
+    def idempotency_key(self) -> str | None:
+        return self.idempotency_keys[0] if len(self.idempotency_keys) == 1 else None
 
 
 class ServiceUnavailable(WorldError):

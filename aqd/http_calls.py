@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Any, Final, Generic, NoReturn, TypedDict, TypeVar
+from typing import Any, Final, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -35,7 +35,7 @@ from aqd.errors import (
     ServiceUnavailable,
 )
 from aqd.job import State
-from aqd.strict_json import kind_of, show
+from aqd.strict_json import encode_json, kind_of, show
 
 ENDED: Final = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
 TIMEOUT_S: Final = 10.0
@@ -52,6 +52,17 @@ _IDLE_S: Final = 3.0
 PAGE: Final = 200
 # A proxy's answers as well as the service's.
 _PASSING: Final = frozenset({408, 429, 502, 503, 504})
+# Where a proxy says them: it has passed the request on, and does not know what has become of it.
+_DOUBTFUL: Final = frozenset({500, 502, 504})
+# Nothing has been sent.
+_UNSENT: Final = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.ProxyError,
+    httpx.LocalProtocolError,
+    httpx.UnsupportedProtocol,
+)
 
 T = TypeVar("T")
 
@@ -153,7 +164,8 @@ class _Results(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. ``again``: it may be sent twice. ``wait_s``: for so long the server may keep the answer back."""
+    """One request. ``again``: it may be sent twice. ``wait_s``: for so long the server may keep the answer back.
+    ``changes``: it changes something, for a submission under ``keys``."""
 
     method: str
     path: str
@@ -162,6 +174,8 @@ class Call(Generic[T]):
     body: object = None
     again: bool = True
     wait_s: float = 0.0
+    changes: bool = False
+    keys: tuple[str, ...] = ()
 
     def of(self, http: httpx.Client | httpx.AsyncClient, timeout_s: float) -> httpx.Request:
         data = None if self.body is None else msgspec.json.encode(self.body)
@@ -179,9 +193,14 @@ def decoded(type: type[T]) -> Callable[[httpx.Response], T]:
         try:
             return decoder.decode(answer.content)
         except msgspec.MsgspecError as error:
-            raise ServiceUnavailable(f"{answer.url} gives no answer of aqd's: {error}") from None
+            raise ServiceUnavailable(f"{_shown(answer.url)} gives no answer of aqd's: {error}") from None
 
     return read
+
+
+def _shown(url: httpx.URL) -> str:
+    """An URL in a message: without the password of a proxy, and without what was looked for."""
+    return str(url.copy_with(userinfo=b"", query=None, fragment=None))
 
 
 _ANY: Final = decoded(dict[str, Any])
@@ -201,25 +220,54 @@ def get(path: str, **params: Any) -> Call[dict[str, Any]]:
     return Call("GET", path, _ANY, query(params))
 
 
-def change(method: str, path: str, body: object = None, *, again: bool = True) -> Call[dict[str, Any]]:
-    return Call(method, path, _ANY, body=body, again=again)
+def change(
+    method: str, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True
+) -> Call[dict[str, Any]]:
+    return Call(method, path, _ANY, body=None if body is None else _checked(body), again=again, changes=True)
+
+
+def _checked(body: Mapping[str, Any]) -> msgspec.Raw:
+    """The JSON of a body; :class:`InputError` names what no JSON can hold."""
+    return msgspec.Raw(encode_json(body, field="").encode())
 
 
 def query(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _text(value) for name, value in values.items() if value is not None}
+    return {name: _text(name, value) for name, value in values.items() if value is not None}
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case datetime():
-            return value.isoformat()
+            return jobs_.parse_moment(name, value).isoformat()
         case Enum():
-            return str(value.value)
+            return _text(name, value.value)
         case list() | tuple() | set() | frozenset():
-            return ",".join(_text(each) for each in value)
-    return str(value)
+            return ",".join(_text(name, each) for each in value)
+        case int() | float():
+            return str(value)
+        case str():
+            encode_json(value, field=name)  # refuses half a surrogate pair, which no URL can say
+            return value
+    raise InputError(name, f"must be a string, a number, a moment or a list of these, not {kind_of(value)}")
+
+
+_UPDATES: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "priority": jobs_.check_priority,
+    "run_at": lambda value: jobs_.parse_moment("run_at", value).isoformat(),
+    "delay_s": jobs_.check_delay,
+}
+
+
+def update(id: int | str, changes: Mapping[str, Any]) -> Call[dict[str, Any]]:
+    body = {}
+    for name, value in changes.items():
+        if name not in _UPDATES:
+            raise InputError(name, f"cannot be changed; known are {', '.join(_UPDATES)}")
+        if value is not None:
+            body[name] = _UPDATES[name](value)
+    return change("PATCH", one_job(id), body)
 
 
 def _body(type: str, payload: Any, options: Mapping[str, Any], key: str) -> tuple[dict[str, Any], bool]:
@@ -240,7 +288,8 @@ def _body(type: str, payload: Any, options: Mapping[str, Any], key: str) -> tupl
 
 def enqueue(type: str, payload: Any, options: Mapping[str, Any]) -> Call[Submitted]:
     body, again = _body(type, payload, options, secrets.token_urlsafe(16))
-    return Call("POST", "/v1/jobs", _SUBMITTED, body=body, again=again)
+    keys = (body["idempotency_key"],)
+    return Call("POST", "/v1/jobs", _SUBMITTED, body=body, again=again, changes=True, keys=keys)
 
 
 def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, Call[list[Submitted]]]]:
@@ -274,7 +323,9 @@ def batches(jobs: Iterable[NewJob | Mapping[str, Any]]) -> Iterator[tuple[int, C
 
 
 def _batch(bodies: list[dict[str, Any]], again: bool) -> Call[list[Submitted]]:
-    return Call("POST", "/v1/jobs/batch", _read_batch, body={"jobs": bodies}, again=again)
+    keys = tuple(each["idempotency_key"] for each in bodies)
+    body = {"jobs": bodies}
+    return Call("POST", "/v1/jobs/batch", _read_batch, body=body, again=again, changes=True, keys=keys)
 
 
 def _read_batch(answer: httpx.Response) -> list[Submitted]:
@@ -317,37 +368,81 @@ def change_jobs(action: str, given: dict[str, Any], dry_run: bool) -> Call[dict[
     body = {name: value for name, value in given.items() if value is not None and value is not False}
     if "ids" in body:
         body["ids"] = [str(each) for each in jobs_.check_ids("ids", body["ids"])]
+    if "filter" in body:
+        if not isinstance(body["filter"], Mapping):
+            raise InputError("filter", f"must be an object, not {kind_of(body['filter'])}")
+        body["filter"] = {name: _plain(f"filter.{name}", each) for name, each in body["filter"].items()}
     params = {"dry_run": "true"} if dry_run else None
-    return Call("POST", f"/v1/jobs/{action}", _ANY, params, body, again=dry_run)
+    path = f"/v1/jobs/{action}"
+    return Call("POST", path, _ANY, params, _checked(body), again=dry_run, changes=not dry_run)
+
+
+def _plain(field: str, value: Any) -> Any:
+    """A value of a filter as JSON has it."""
+    match value:
+        case datetime():
+            return jobs_.parse_moment(field, value).isoformat()
+        case Enum():
+            return value.value
+        case list() | tuple() | set() | frozenset():
+            return [_plain(field, each) for each in value]
+    return value
 
 
 # --- answers --------------------------------------------------------------------------------------
 
 
-class Tries:
-    """How often one call may be sent again, and when."""
+class Tries(Generic[T]):
+    """How often one call may be sent again, and when; and what may be said about it in the end."""
 
     def __init__(self, call: Call[T], retries: int) -> None:
-        self._again = call.again
+        self._call = call
         self._left = retries
         self._pause_s = PAUSE_FIRST_S
+        # A change may have been made by a try whose answer nobody has seen.
+        self._doubt = False
 
-    def broken(self, error: httpx.TransportError) -> float:
+    def broken(self, error: httpx.HTTPError | httpx.InvalidURL) -> float:
         """Nothing was heard: the seconds until the next try, or the end. What was not even sent may be sent again."""
-        unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-        if self._left and (unsent or self._again) and not isinstance(error, httpx.UnsupportedProtocol):
+        unsent = isinstance(error, (*_UNSENT, httpx.InvalidURL))
+        self._doubt |= self._call.changes and not unsent
+        passing = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+        if self._left and passing and (unsent or self._call.again):
             return self._next(0.0)
         words = str(error) or type(error).__name__
+        if self._doubt:
+            raise self._unknown(f"the answer was lost: {words}") from error
+        if not isinstance(error, httpx.TransportError):
+            raise ServiceUnavailable(f"the answer cannot be read: {words}") from error
         raise ServiceUnavailable(f"aqd's HTTP service cannot be reached: {words}") from error
 
     def refused(self, answer: httpx.Response) -> float:
         """An answer that is no success: the seconds until the next try, or the end."""
         error = error_of(answer)
-        passing = answer.status_code in _PASSING and not isinstance(error, SchemaMismatch)
-        # Where a lock was waited for in vain nothing has happened, so anything may be sent again.
-        if self._left and (isinstance(error, Locked) or (passing and self._again)):
+        if answer.status_code in _DOUBTFUL and not _problem(answer)[0]:
+            self._doubt |= self._call.changes
+        again = answer.status_code in _PASSING and self._call.again and not isinstance(error, SchemaMismatch)
+        # Of Locked nothing has come, so whatever it was may be asked again.
+        if self._left and (again or isinstance(error, Locked)):
             return self._next(_retry_after(answer))
+        if isinstance(error, OutcomeUnknown):
+            error.idempotency_keys = self._call.keys
+        # What an answer says about the job is so, whatever has become of the tries before.
+        elif self._doubt and not isinstance(error, ConflictError | NotFoundError):
+            raise self._unknown(str(error)) from error
         raise error
+
+    def read(self, answer: httpx.Response) -> T:
+        """What a success says."""
+        try:
+            return self._call.read(answer)
+        except ServiceUnavailable as error:
+            if self._call.changes:
+                raise self._unknown(str(error)) from error
+            raise
+
+    def _unknown(self, words: str) -> OutcomeUnknown:
+        return OutcomeUnknown(f"{words}. The change may or may not have been made", self._call.keys)
 
     def _next(self, least_s: float) -> float:
         self._left -= 1
@@ -364,12 +459,9 @@ def _retry_after(answer: httpx.Response) -> float:
 def error_of(answer: httpx.Response) -> AqdError:
     """The exception that an answer stands for."""
     status = answer.status_code
-    try:
-        problem = msgspec.json.decode(answer.content, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        problem = {}
-    kind = str(problem.get("type", "")).removeprefix("urn:aqd:")
-    detail = str(problem.get("detail") or f"{answer.url} answers {status} {answer.reason_phrase}")
+    kind, problem = _problem(answer)
+    where = _shown(answer.url)
+    detail = str(problem.get("detail") or f"{where} answers {status} {answer.reason_phrase}")
     if not kind and 200 <= status < 500 and status not in (401, 403, 408, 429):
         return ServiceUnavailable(f"{detail}, which is no answer of aqd's: is the URL right?")
     match status, kind:
@@ -380,6 +472,8 @@ def error_of(answer: httpx.Response) -> AqdError:
             return KeyInProgress(detail)
         case 409, _:
             return ConflictError(detail)
+        case 404, "no-such-route":
+            return ServiceUnavailable(f"{where}: {detail}: is the URL right?")
         case 404, _:
             return NotFoundError(detail)
         case ((401 | 403), _):
@@ -401,8 +495,14 @@ def error_of(answer: httpx.Response) -> AqdError:
     )
 
 
-def strange(error: Exception) -> NoReturn:
-    raise ServiceUnavailable(f"the answer cannot be read: {error}") from error
+def _problem(answer: httpx.Response) -> tuple[str, dict[str, Any]]:
+    """The kind and the members of a problem document of aqd's; "" if it is none."""
+    try:
+        problem = msgspec.json.decode(answer.content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return "", {}
+    kind = str(problem.get("type", ""))
+    return (kind.removeprefix("urn:aqd:"), problem) if kind.startswith("urn:aqd:") else ("", problem)
 
 
 class Options:
@@ -417,6 +517,9 @@ class Options:
             url = httpx.URL("")
         if url.scheme not in ("http", "https") or not url.host:
             raise InputError("base_url", "must be an URL such as http://127.0.0.1:4000")
+        # The paths here begin with it.
+        if url.path.rstrip("/").endswith("/v1"):
+            url = url.copy_with(path=url.path.rstrip("/").removesuffix("v1"))
         self.timeout_s = jobs_.check_number("timeout_s", timeout_s, 0.001, 3600.0)
         self.retries = jobs_.check_integer("retries", retries, 0, 1000)
         headers: dict[str, str | bytes] = {"Accept": "application/json, application/problem+json"}

@@ -13,7 +13,8 @@ sent again, ``retries`` times at most with growing pauses, when the service cann
 503 (then not before its ``Retry-After``; so it is where somebody holds a lock or the key): looking, changes that are the same when done twice, and submitting, because
 every job has an idempotency key: yours, or one drawn at random. So an answer that is lost doubles no job. Not repeated,
 once they may have changed something: ``retry``, ``discard``, ``delete``, ``change_jobs``, and submitting with ``on_conflict``
-``replace`` or ``reject``.
+``replace`` or ``reject``. Where a change may have been made although nobody can say so (its answer was lost, a proxy
+answered instead), the error is :class:`OutcomeUnknown`, with the idempotency keys of what was being submitted.
 
 Fails with the errors of the other clients: :class:`InputError`, :class:`NotFoundError`, :class:`ConflictError`,
 :class:`IdempotencyConflict`, :class:`NotEnded`, :class:`DatabaseUnavailable`, :class:`OutcomeUnknown`,
@@ -117,8 +118,8 @@ class Client:
         return self._run(calls.change("POST", f"{calls.one_job(id)}/retry", again=False))
 
     def update(self, id: int | str, **changes: Any) -> dict[str, Any]:
-        """Change ``priority``, ``run_at`` or ``delay_s`` of a QUEUED job."""
-        return self._run(calls.change("PATCH", calls.one_job(id), changes))
+        """Change ``priority``, ``run_at`` or ``delay_s`` of a QUEUED job; what is None stays as it is."""
+        return self._run(calls.update(id, changes))
 
     def discard(self, id: int | str, reason: str) -> dict[str, Any]:
         """Give up a FAILED job."""
@@ -177,13 +178,11 @@ class Client:
         while True:
             try:
                 answer = self._http.send(call.of(self._http, self._options.timeout_s))
-            except httpx.TransportError as error:
-                pause_s = tries.broken(error)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                calls.strange(error)
+                pause_s = tries.broken(error)
             else:
                 if answer.is_success:
-                    return call.read(answer)
+                    return tries.read(answer)
                 pause_s = tries.refused(answer)
             time.sleep(pause_s)
 
@@ -259,7 +258,7 @@ class AsyncClient:
         return await self._run(calls.change("POST", f"{calls.one_job(id)}/retry", again=False))
 
     async def update(self, id: int | str, **changes: Any) -> dict[str, Any]:
-        return await self._run(calls.change("PATCH", calls.one_job(id), changes))
+        return await self._run(calls.update(id, changes))
 
     async def discard(self, id: int | str, reason: str) -> dict[str, Any]:
         return await self._run(
@@ -308,12 +307,10 @@ class AsyncClient:
         while True:
             try:
                 answer = await self._http.send(call.of(self._http, self._options.timeout_s))
-            except httpx.TransportError as error:
-                pause_s = tries.broken(error)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                calls.strange(error)
+                pause_s = tries.broken(error)
             else:
                 if answer.is_success:
-                    return call.read(answer)
+                    return tries.read(answer)
                 pause_s = tries.refused(answer)
             await asyncio.sleep(pause_s)

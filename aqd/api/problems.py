@@ -61,6 +61,7 @@ _TITLES = {
 # All types, for the contract and its readers: type -> status, what it means. Those of _TITLES go with a status, the
 # others stand beside them.
 KINDS = {kind: (status, title) for status, (kind, title) in _TITLES.items()} | {
+    "no-such-route": (404, "The API has no such path"),
     "invalid-value": (400, "A value is not valid; `field` names it"),
     "too-broad": (400, "The filter finds more than can be looked through in time"),
     "admin-key-not-configured": (403, "No admin key is configured"),
@@ -168,10 +169,10 @@ def unavailable(detail: str, **members: Any) -> Problem:
 def _from_falcon(error: falcon.HTTPError) -> Problem:
     headers = dict(error.headers or {})
     allow = headers.get("Allow") or headers.get("allow")
-    details = {
-        404: "there is no such route",
-        405: f"allowed here: {allow}" if allow else "not allowed here",
-    }
+    if error.status_code == 404:
+        title = "The API has no such path"
+        return Problem(404, "there is no such route", kind="no-such-route", title=title, headers=headers)
+    details = {405: f"allowed here: {allow}" if allow else "not allowed here"}
     detail = details.get(error.status_code) or error.description or error.title or "the request failed"
     return Problem(error.status_code, detail, headers=headers, allowed=allow.split(", ") if allow else None)
 
