@@ -278,9 +278,11 @@ begin
     if enqueue.type is null or enqueue.type !~ '^[A-Za-z0-9_.:/-]{1,128}$' then
         field := 'type';
         reason := 'must be 1..128 characters of A-Z a-z 0-9 _ . : / -';
-    -- aqd.fits, which is a nested call with a handler, only for what might be too long to be written at all.
-    elsif (case when pg_column_size(enqueue.payload) <= 1000 then octet_length(enqueue.payload::text) <= 67108864
-                else aqd.fits(enqueue.payload, 67108864) end) is not true then
+    -- Nothing grows more than 9,216 times when it is written (a number of 16 bytes has at most 131,072 digits before
+    -- its point and 16,383 after it), so 7,000 bytes that are not compressed always fit. More are written out for
+    -- it: 180 us for 100 kB, where the whole call takes 490.
+    elsif ((pg_column_size(enqueue.payload) <= 7000 and pg_column_compression(enqueue.payload) is null)
+           or aqd.fits(enqueue.payload, 67108864)) is not true then
         field := 'payload';
         reason := case when enqueue.payload is null then 'must not be the SQL null; the JSON null is ''null''::jsonb'
                        else 'must not be larger than 64 MiB as PostgreSQL writes it' end;

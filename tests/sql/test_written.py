@@ -98,3 +98,15 @@ def test_the_client_refuses(queue: Queue) -> None:
     with pytest.raises(InputError, match="meta"):
         client.enqueue_many(queue.conn, jobs)
     assert queue.value("select count(*) from aqd.jobs") == 0
+
+
+def test_what_is_short_only_because_it_is_compressed(queue: Queue) -> None:
+    """A value of a table of the application's: 10 kB of it, 100 bytes there, 78 MB written."""
+    queue.conn.execute("create temp table own (data jsonb)")
+    queue.conn.execute("insert into own select ('[' || repeat('1e130000,', 600) || '1]')::jsonb")
+    assert queue.value("select pg_column_size(data) from own") < 1000
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        queue.conn.execute("select aqd.enqueue('noop', data) from own")
+    queue.conn.execute("update own set data = ('[' || repeat('1e130000,', 420) || '1]')::jsonb")
+    assert queue.value("select aqd.enqueue('noop', data) from own")
+    assert queue.value("select octet_length(payload::text) from aqd.jobs") < 64 << 20
