@@ -36,6 +36,10 @@ def test_a_reload_reads_the_file_of_keys_again(start_daemon, tmp_path: Path) -> 
     daemon.wait_for("generation refused")
     assert status("the first key of all") == 200
     assert status("another key than that") == 401
+    file.write_text("")  # cut short: it must not open the service
+    daemon.signal(signal.SIGHUP)
+    daemon.wait_for("generation refused", 60, count=2)
+    assert (status("the first key of all"), status("another key than that")) == (200, 401)
     file.write_text(table("two", "another key than that"))
     daemon.signal(signal.SIGHUP)
     wait_until(lambda: status("another key than that") == 200, 60)
