@@ -97,8 +97,8 @@ class NewJob(_Typed, JobOptions, total=False):
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """A job that was submitted. ``outcome`` is ``created``, ``existing`` or ``replaced``; under a key that was drawn
-    here ``existing`` means that the first answer was lost. ``status`` and the moments are None if the job that the key
-    stands for is gone."""
+    here ``existing`` means that the first answer was lost. Of an existing job ``status``,
+    ``queue`` and the moments are as they are now, None if it is gone; ``type`` and ``priority`` are as asked for."""
 
     id: str
     status: State | None

@@ -56,8 +56,9 @@ class Enqueued(Struct, kw_only=True):
 
 
 class Submitted(Enqueued, kw_only=True):
-    """What ``POST /jobs`` answers. ``outcome``: ``created``; under an idempotency key also ``existing`` (the first job, as
-    it is now; null where it has been deleted) and ``replaced``."""
+    """What ``POST /jobs`` answers. ``outcome``: ``created``; under an idempotency key also ``existing`` and ``replaced``.
+    Of an existing job ``status``, ``queue`` and the moments are those of the job as it is now, null where it has been
+    deleted; ``type`` and ``priority`` are as asked for, also where the priority has been changed since."""
 
     type: str
     queue: str | None

@@ -1,7 +1,9 @@
 """``aqd submit``: one job, or many from a file, directly in the database.
 
 The same validation and the same statements as the HTTP service and the Python client; ``--json`` prints the
-same documents as the service. Many are stored in one transaction: all of them, or none and the line that is wrong.
+same documents as the service. Many are stored in one transaction: all of them, or none and the line that is wrong. It
+begins when the last line has been read and checked, because it holds the keys of its jobs, and what writes the lines
+may be slow; until then they are kept in memory.
 """
 
 import os
@@ -94,14 +96,16 @@ def _read_stdin(limit: int) -> str:
 def _submit_file(cfg: "Config", name: str) -> "list[tuple[EnqueuedJob, JobRequest]]":
     from aqd import store
     from aqd.store import submit
+    from aqd.strict_json import show
 
+    try:
+        with click.open_file(name, "rb") as file:
+            read = list(_requests(file, cfg.jobs.max_payload_bytes))
+    except OSError as error:
+        raise InputError("--batch", f"{show(name)} cannot be read: {error.strerror or error}") from None
     answers = []
-    with (
-        click.open_file(name, "rb") as file,
-        store.connect(cfg.database, "aqd submit") as conn,
-        conn.transaction(),
-    ):
-        numbered = _requests(file, cfg.jobs.max_payload_bytes)
+    with store.connect(cfg.database, "aqd submit") as conn, conn.transaction():
+        numbered = iter(read)
         while some := list(islice(numbered, submit.CHUNK_JOBS)):
             made = store.enqueue_many(
                 conn, [request for _, request in some], ttl_hours=cfg.jobs.idempotency_ttl_hours

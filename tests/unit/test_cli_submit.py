@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from aqd.errors import Exit
+from aqd import client
 from aqd.store import submit as store_submit
+from tests.fixtures.api import ROOT
 from tests.unit.test_cli_database import _environment, database, ok, refused  # noqa: F401
 
 
@@ -157,6 +159,31 @@ def test_one_bad_line_and_nothing_is_stored(line: str, wanted: str, capsys, rows
     assert [row[0] for row in rows()] == ["mail"]
 
 
-@pytest.mark.usefixtures("database")
-def test_a_file_that_is_not_there(capsys, tmp_path: Path) -> None:
-    assert "nowhere" in refused(capsys, "submit", "--batch", str(tmp_path / "nowhere"), code=Exit.ERROR)
+def test_a_file_that_cannot_be_read(capsys, tmp_path: Path) -> None:
+    """Before anything else: the database is not needed."""
+    nowhere = tmp_path / "nowhere"
+    told = refused(capsys, "submit", "--batch", str(nowhere))
+    assert told == f'aqd: --batch: "{nowhere}" cannot be read: No such file or directory\n'
+    assert "--batch: " in refused(capsys, "submit", "--batch", str(tmp_path))
+
+
+def test_a_slow_producer_holds_nobody_up(rows, database: str) -> None:  # noqa: F811
+    """What has been read waits in memory, not in a transaction that holds its keys."""
+    lines = [json.dumps({"type": "mail", "idempotency_key": f"k{n}"}).encode() for n in range(5000)]
+    program = [sys.executable, "-m", "aqd", "submit", "--batch", "-"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdin is not None
+        process.stdin.write(
+            b"\n".join(lines) + b"\n"
+        )  # more than a pipe holds: most of it has been read then
+        process.stdin.flush()
+        with psycopg.connect(database) as conn:
+            asked = "select count(*) from pg_stat_activity where application_name like 'aqd submit%'"
+            assert conn.execute(asked).fetchone() == (0,)
+            conn.execute("set lock_timeout = '10s'")
+            first = client.enqueue(conn, "mail", idempotency_key="k0").id
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    ids = out.split()
+    assert len(ids) == len(set(ids)) == len(rows()) == 5000
+    assert int(ids[0]) == first
