@@ -8,7 +8,7 @@ Fails with :class:`aqd.errors.InputError`, which names the value's path, the rea
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final
@@ -358,7 +358,7 @@ def parse_id(text: str, field: str = "id") -> int:
 
 def check_ids(field: str, values: object) -> tuple[int, ...]:
     """Ids of jobs, as numbers or as text; each once, in the order given."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InputError(field, f"must be an array of job ids, not {kind_of(values)}")
     found = tuple(
         dict.fromkeys(parse_id(str(value), f"{field}[{place}]") for place, value in enumerate(values))

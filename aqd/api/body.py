@@ -2,19 +2,22 @@
 
 Runs in the API's workers. Promises: no more than that + one read is ever held, whether the length
 was declared or the body is chunked; what is refused for its form (415) or size (413) is not read at all
-or no further. What the bytes mean is a type's business, or :mod:`aqd.job`'s.
+or no further. A declared type says which names a body may have, and to the contract what their values are; refusing a
+value is the business of whoever knows its bounds, so that all ways in refuse it in the same words.
 """
 
-import re
-from typing import Any
+from typing import TypeVar
 
 import falcon
 import msgspec
 
+from aqd import strict_json
 from aqd.api.problems import Problem
 from aqd.config import Config
 from aqd.errors import InputError
-from aqd.strict_json import MAX_JSON_BYTES, check_json
+from aqd.strict_json import MAX_JSON_BYTES
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 _STEP = 1 << 16
 # msgspec and PostgreSQL speak UTF-8; RFC 8259 allows nothing else between systems.
@@ -36,33 +39,28 @@ def read_json(req: falcon.Request, most: int) -> bytes:
     return _read(req, most, declared)
 
 
-def decode(data: bytes, type: Any) -> Any:
-    """The body as a value of a msgspec type. :class:`InputError` names the field, what is wrong and the bound."""
-    text = check_json(data, field="")
-    try:
-        return msgspec.json.decode(text, type=type)
-    except msgspec.ValidationError as error:
-        raise _input_error(str(error)) from None
+def decode(data: bytes, type: type[T]) -> T:
+    """The body as a struct of this type, of which only the names are checked: what its values may be is judged by
+    those who judge it everywhere (:mod:`aqd.job`, :mod:`aqd.store`), in their words. :class:`InputError`."""
+    parsed = strict_json.parse(strict_json.decode(data, ""), "", MAX_JSON_BYTES)
+    if not isinstance(parsed, dict):
+        raise InputError("", f"the body must be a JSON object, not {strict_json.kind_of(parsed)}")
+    return named(parsed, type, "")
 
 
-# As msgspec says it: "Expected `int` <= 100 - at `$.jobs[3].priority`", "Object contains unknown field `x`".
-_AT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
-_BOUND = re.compile(r"Expected `\w+` (?:of length )?(?P<bound>(?:[<>]=?|matching regex) .*)", re.DOTALL)
-
-
-def _input_error(message: str) -> InputError:
-    found = _AT.fullmatch(message)
-    assert found is not None  # it matches everything
-    what, path = found["what"], found["path"] or ""
-    if (name := _UNKNOWN.fullmatch(what)) is not None:
-        field = name[1][:80].encode("ascii", "backslashreplace").decode()
-        return InputError(f"{path}.{field}" if path else field, "unknown field")
-    if (name := _MISSING.fullmatch(what)) is not None:
-        return InputError(f"{path}.{name[1]}" if path else name[1], "is missing")
-    bound = _BOUND.fullmatch(what)
-    return InputError(path, what[:1].lower() + what[1:], bound["bound"] if bound else None)
+def named(values: object, type: type[T], field: str) -> T:
+    """The values of a JSON object, under their names; ``field`` is its path."""
+    if not isinstance(values, dict):
+        raise InputError(field, f"must be an object, not {strict_json.kind_of(values)}")
+    known = msgspec.structs.fields(type)
+    for name in values:
+        if not any(name == each.name for each in known):
+            words = ", ".join(each.name for each in known)
+            raise InputError(strict_json.path_of((None, name), field), f"unknown field; known are {words}")
+    for each in known:
+        if each.required and each.name not in values:
+            raise InputError(f"{field}.{each.name}" if field else each.name, "is missing")
+    return type(**values)
 
 
 def _check_form(req: falcon.Request) -> None:

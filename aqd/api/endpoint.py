@@ -104,7 +104,7 @@ class Endpoint:
     description: str = ""
     params: type[msgspec.Struct] = NoParams
     body: Any = None
-    # Reads the body where decoding it as ``body`` is not all there is to it.
+    # Reads the body, and refuses what may not be in it. With ``body``, which alone says only what the contract says.
     read: Callable[[bytes, falcon.Request, Services], Any] | None = None
     problems: tuple[int, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)  # request headers of its own: name -> what it is
@@ -134,7 +134,7 @@ class Endpoint:
             params = query.parse(req, self.params)
             if trail is not None:
                 trail.trial = getattr(params, "dry_run", False)
-            given = self._read(req, services) if self.body is not None else None
+            given = self._read(req, services)
             if trail is not None:
                 trail.body = given
             answer = self.run(Call(services, req, path, key, params, given))
@@ -150,10 +150,10 @@ class Endpoint:
         return respond
 
     def _read(self, req: falcon.Request, services: Services) -> Any:
-        data = bodies.read_json(req, services.max_body)
-        if self.read is not None:
-            return self.read(data, req, services)
-        return bodies.decode(data, self.body)
+        assert (self.read is None) == (self.body is None)
+        if self.read is None:
+            return None
+        return self.read(bodies.read_json(req, services.max_body), req, services)
 
 
 class Resource:

@@ -1,7 +1,7 @@
 """Filters over jobs as the API's bodies say them.
 
 Pure. Runs in the API's workers. The fields are those of the query string of ``GET /jobs`` and of
-:func:`aqd.store.job_filter`, which checks what their types do not say.
+:func:`aqd.store.job_filter`, which judges their values; the types here are for the contract.
 """
 
 from datetime import datetime

@@ -322,8 +322,10 @@ def check_reason(value: object) -> str:
         raise InputError("reason", "is missing: say why", bound)
     if not isinstance(value, str):
         raise InputError("reason", f"must be a string, not {kind_of(value)}", bound)
-    if not value.strip() or len(value) > MAX_REASON_CHARS:
-        raise InputError("reason", f"has {len(value.strip())} characters, not {bound}", bound)
+    if not value.strip():
+        raise InputError("reason", "is blank: say why", bound)
+    if len(value) > MAX_REASON_CHARS:
+        raise InputError("reason", f"has {len(value)} characters, not {bound}", bound)
     return _check_text("reason", value)
 
 
@@ -365,10 +367,22 @@ def queue_steps(
     written down again."""
     name = job.check_name("queue", queue)
     _check_text("by", by)
-    if paused is not None and not isinstance(paused, bool):
-        raise InputError("paused", f"must be true or false, not {show(paused)}")
+    if paused is not None:
+        check_paused(paused)
     if max_running is not None:
-        job.check_integer("max_running", max_running, 1, MAX_RUNNING)
+        check_max_running(max_running)
     yield change("set_queue", queue=name, paused=paused, limited=limited, max_running=max_running, by=by)
     rows = yield look("get_queue_settings", queue=name)
     return QueueSettings._make(rows[0])
+
+
+def check_max_running(value: object) -> int:
+    """How many jobs of a queue may run at the same time."""
+    return job.check_integer("max_running", value, 1, MAX_RUNNING)
+
+
+def check_paused(value: object) -> bool:
+    """Whether a queue is paused."""
+    if not isinstance(value, bool):
+        raise InputError("paused", f"must be true or false, not {show(value)}")
+    return value

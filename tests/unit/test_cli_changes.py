@@ -139,7 +139,7 @@ def test_discard_says_why_and_by_whom(conn: Conn, capsys, monkeypatch) -> None:
     rows = conn.execute("select resolution, note, discarded_by from aqd.failed_jobs order by id").fetchall()
     assert rows == [("discarded", note, "anna@box") for note in ("known", "old", "old")]
     assert "discarded: known" in ok(capsys, "failed", "list", "--all")
-    assert "reason: has 0 characters" in refused(capsys, "failed", "discard", "--all", "--reason", " ")
+    assert "reason: is blank" in refused(capsys, "failed", "discard", "--all", "--reason", " ")
     assert "1..1000" in refused(capsys, "failed", "discard", str(one), "--reason", "x" * 1001)
 
 

@@ -6,17 +6,18 @@ The set is chosen once (:mod:`aqd.store.change`). ``dry_run=true`` says how many
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
+import falcon
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aqd import job, store
-from aqd.api import documents, render
-from aqd.api.endpoint import Answer, Call, Endpoint, Scope
+from aqd import job, store, strict_json
+from aqd.api import body, documents, render
+from aqd.api.endpoint import Answer, Call, Endpoint, Scope, Services
 from aqd.api.filters import FilterBody
 from aqd.api.operate import operate
 from aqd.api.routes.changes import Reason
 from aqd.errors import InputError
 from aqd.store import Action, JobFilter
-from aqd.store.change import MAX_JOBS
+from aqd.store.change import MAX_JOBS, check_reason
 
 
 class BulkParams(Struct):
@@ -53,6 +54,19 @@ class BulkDiscardBody(BulkBody, kw_only=True, forbid_unknown_fields=True):
     reason: Reason
 
 
+def reading(action: Action) -> Callable[[bytes, falcon.Request, Services], BulkBody]:
+    """The function that reads the body of one action's route."""
+
+    def read(data: bytes, _req: falcon.Request, _services: Services) -> BulkBody:
+        given = body.decode(data, BulkDiscardBody if action is Action.DISCARD else BulkBody)
+        which(action, given)
+        if isinstance(given, BulkDiscardBody):
+            check_reason(given.reason)
+        return given
+
+    return read
+
+
 def which(action: Action, given: BulkBody) -> JobFilter | Sequence[int]:
     """The ids, or the filter, that a body names."""
     names = [name for name in ("ids", "filter", "all") if getattr(given, name) is not UNSET]
@@ -60,13 +74,14 @@ def which(action: Action, given: BulkBody) -> JobFilter | Sequence[int]:
         what = f"{' and '.join(names)} are given together" if names else "nothing says which jobs"
         raise InputError("", f'{what}: give either "ids", or "filter", or "all": true')
     if given.ids is not UNSET:
-        return [job.parse_id(text, f"ids[{place}]") for place, text in enumerate(given.ids)]
+        return _ids(given.ids)
     if given.filter is UNSET:
         if given.all is not True:
             raise InputError("all", "can only be true; leave it out instead", "true")
         return JobFilter()
+    asked = body.named(given.filter, FilterBody, "filter")
     try:
-        filters = given.filter.checked()
+        filters = asked.checked()
         if filters.is_empty:
             raise InputError("", 'is empty, which would be all jobs: say "all": true if that is meant')
         store.narrowed(action, filters)
@@ -74,6 +89,19 @@ def which(action: Action, given: BulkBody) -> JobFilter | Sequence[int]:
         field = f"filter.{error.field}" if error.field else "filter"
         raise InputError(field, error.reason, error.bound) from None
     return filters
+
+
+def _ids(given: object) -> Sequence[int]:
+    """JSON's ids are strings, because not every reader of JSON knows 64 bits."""
+    if isinstance(given, list):
+        for place, each in enumerate(given):
+            if not isinstance(each, str):
+                kind = strict_json.kind_of(each)
+                raise InputError(f"ids[{place}]", f"must be a string, not {kind}")
+        if len(given) > job.MAX_IDS:
+            bound = f"1..{job.MAX_IDS}"
+            raise InputError("ids", f"are {len(given)}, not {bound}", bound)
+    return job.check_ids("ids", given)
 
 
 def changing(action: Action) -> Callable[[Call], Answer]:
@@ -110,6 +138,7 @@ def _endpoint(action: Action, summary: str, description: str) -> Endpoint:
         description=description + _SET,
         params=BulkParams,
         body=BulkDiscardBody if action is Action.DISCARD else BulkBody,
+        read=reading(action),
         changes=True,
     )
 

@@ -1,15 +1,17 @@
 """Changing one job: ``POST /jobs/{id}/retry | cancel | discard``, ``PATCH`` and ``DELETE /jobs/{id}``."""
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
 
+import falcon
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aqd import store
-from aqd.api import documents, render
-from aqd.api.endpoint import Answer, Call, Endpoint, Scope
+from aqd import job, store
+from aqd.api import body, documents, render
+from aqd.api.endpoint import Answer, Call, Endpoint, Scope, Services
 from aqd.api.operate import operate
 from aqd.job import MAX_DELAY_S, Moment, Priority, State
-from aqd.store.change import MAX_REASON_CHARS
+from aqd.store.change import MAX_REASON_CHARS, check_reason
 
 Reason = Annotated[
     str, Meta(min_length=1, max_length=MAX_REASON_CHARS, description="Why; kept in the failed job's record.")
@@ -41,6 +43,29 @@ class DiscardBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """Why a job is given up."""
 
     reason: Reason
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "priority": job.check_priority,
+    "run_at": lambda value: job.parse_moment("run_at", value),
+    "delay_s": job.check_delay,
+}
+
+
+def read_update(data: bytes, _req: falcon.Request, _services: Services) -> UpdateBody:
+    """What to change. null is no value of anything here."""
+    given = body.decode(data, UpdateBody)
+    for name, check in _CHECKS.items():
+        if (value := getattr(given, name)) is not UNSET:
+            check(value)
+    return given
+
+
+def read_discard(data: bytes, _req: falcon.Request, _services: Services) -> DiscardBody:
+    """Why."""
+    given = body.decode(data, DiscardBody)
+    check_reason(given.reason)
+    return given
 
 
 def retry(call: Call) -> Answer:
@@ -108,6 +133,7 @@ ENDPOINTS = [
         description="It becomes CANCELLED; its failed-job record is resolved as `discarded`, with the reason and the "
         "name of the key.",
         body=DiscardBody,
+        read=read_discard,
         problems=(404, 409),
         changes=True,
     ),
@@ -120,6 +146,7 @@ ENDPOINTS = [
         {200: documents.Updated},
         description="409 once it runs or has ended. A changed priority may take a second or two to be noticed.",
         body=UpdateBody,
+        read=read_update,
         problems=(404, 409),
         changes=True,
     ),

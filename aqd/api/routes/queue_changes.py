@@ -5,14 +5,15 @@ A queue need not have jobs, nor have been heard of: it can be paused before the 
 
 from typing import Annotated
 
+import falcon
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aqd import job, store
-from aqd.api import documents, render
-from aqd.api.endpoint import Answer, Call, Endpoint, Scope
+from aqd.api import body, documents, render
+from aqd.api.endpoint import Answer, Call, Endpoint, Scope, Services
 from aqd.api.operate import operate
 from aqd.errors import InputError
-from aqd.store.change import MAX_RUNNING
+from aqd.store.change import MAX_RUNNING, check_max_running, check_paused
 
 
 class QueueBody(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -28,6 +29,16 @@ class QueueBody(Struct, kw_only=True, forbid_unknown_fields=True):
         | UnsetType
     ) = UNSET
     paused: Annotated[bool, Meta(description="Whether no job of it is begun.")] | UnsetType = UNSET
+
+
+def read_settings(data: bytes, _req: falcon.Request, _services: Services) -> QueueBody:
+    """What to change."""
+    given = body.decode(data, QueueBody)
+    if given.max_running is not UNSET and given.max_running is not None:
+        check_max_running(given.max_running)
+    if given.paused is not UNSET:
+        check_paused(given.paused)
+    return given
 
 
 def queue_name(call: Call) -> str:
@@ -88,6 +99,7 @@ ENDPOINTS = [
         {200: documents.QueueSettings},
         description="A lower limit ends nothing that runs.",
         body=QueueBody,
+        read=read_settings,
         changes=True,
     ),
 ]
