@@ -10,8 +10,8 @@ schema or the new one. The bookkeeping table is made inside the lock too, becaus
 safe against a second session. Applied files never change: checksums are compared. While a long transaction (a
 dump) is in the way, running nodes are held up for a second or two at a time, not until it ends.
 
-Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files; the message says which and
-what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too long).
+Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files, or something of the application's
+depends on what a migration replaces; the message says which and what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too long).
 """
 
 import hashlib
@@ -186,7 +186,15 @@ def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:
     if found.problem is not None and (found.changed or found.unknown):
         raise SchemaMismatch(found.problem)
     for migration in found.pending:
-        conn.execute(migration.text.encode())
+        try:
+            conn.execute(migration.text.encode())
+        except psycopg.errors.DependentObjectsStillExist as error:
+            what = "; ".join((error.diag.message_detail or "").splitlines())
+            raise SchemaMismatch(
+                f"migration {migration.version} ({migration.name}) replaces what other objects in the database depend on "
+                f"({error.diag.message_primary}: {what}); nothing was changed. Drop those objects, run 'aqd db migrate', "
+                "and make them again"
+            ) from error
         run(
             conn,
             "note_migration",

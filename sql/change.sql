@@ -44,7 +44,7 @@ from aqd.find_jobs(
     history_after => :history_after::timestamptz, history_before => :history_before::timestamptz) as f
 
 -- name: retry_jobs :many fresh
--- FAILED to QUEUED, as retry_job does with one (migration 0003).
+-- FAILED to QUEUED, as retry_job does with one (migration 0004).
 -- Index: primary key; failed_jobs_open.
 select r.id, 'QUEUED' from aqd.retry_jobs(:ids::bigint[]) as r(id)
 
@@ -93,7 +93,7 @@ where j.id = any(array(select l.id from locked l))
 returning j.id, 'CANCELLED'
 
 -- name: delete_jobs :many fresh
--- Jobs that wait or have failed, with all that was written down about them (migration 0003).
+-- Jobs that wait or have failed, with all that was written down about them (migration 0004).
 -- Index: primary keys of jobs and job_attempts; failed_jobs_job_id.
 select d.id, null::text from aqd.delete_jobs(:ids::bigint[]) as d(id)
 

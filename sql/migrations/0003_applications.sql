@@ -1,63 +1,15 @@
 -- aqd: online
 --
--- What applications need: tags and meta, idempotency keys, waiting, limits of queues, figures.
+-- What applications need: tags and meta, idempotency keys, waiting, limits of queues, looking.
 --
 -- Online: a node of the version before names its columns and calls aqd.enqueue by position, so it goes on. What it
 -- does not know it does not do: a job that it completes loses its tags and meta on the way to history, it does not
 -- keep a queue's limit, it tells nobody who waits (they look themselves every few seconds) and shows no figures.
--- New columns are null without a default: catalogue only. The two indexes on aqd.jobs are built under a lock that
--- holds back writers: 0.4 s for each million live jobs.
-
--- --- tags and meta
-
-alter table aqd.jobs
-    add column tags text[] collate "C",
-    add column meta jsonb;
-
-alter table aqd.job_history
-    add column tags text[] collate "C",
-    add column meta jsonb;
-
--- As in 0002, with the two new columns, and whoever waits for the job is told.
-create or replace function aqd.end_cancelled() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
-begin
-    -- Otherwise missing only where no daemon has run for a week.
-    if to_regclass('aqd.job_history_' || to_char(now() at time zone 'UTC', 'YYYYMMDD')) is null then
-        perform aqd.create_history_partition((now() at time zone 'UTC')::date);
-    end if;
-    delete from aqd.jobs j where j.id = new.id;
-    insert into aqd.job_history (
-        id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
-        max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
-        payload, result, cancel_requested_at, output, tags, meta)
-    select new.id, now(), new.run_at, new.created_at, old.claimed_at, old.lease_token, new.timeout_s, a.wall_s,
-           a.cpu_s, a.peak_kb, new.max_attempts, new.attempt, new.crashes, new.interruptions, new.retries,
-           new.priority, 'CANCELLED', new.type, new.queue, old.node_id, new.payload, null,
-           new.cancel_requested_at, null, new.tags, new.meta
-    from (select) as always
-    left join aqd.job_attempts a on a.job_id = new.id and a.lease_token = old.lease_token;
-    update aqd.failed_jobs f
-    set resolved_at = now(), resolution = 'cancelled'
-    where f.job_id = new.id and f.resolved_at is null;
-    perform aqd.tell_ended(array[new.id]);
-    return null;
-end
-$$;
-
-create or replace view aqd.all_jobs as
-    select id, state, type, queue, priority, payload, null::jsonb as result, attempt, max_attempts,
-           timeout_s, run_at, created_at, claimed_at, null::timestamptz as finished_at, last_error,
-           node_id, crashes, interruptions, retries,
-           null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
-           cancel_requested_at, progress_percent, progress_message, null::text as output, tags, meta
-    from aqd.jobs
-    union all
-    select id, state, type, queue, priority, payload, result, attempt, max_attempts,
-           timeout_s, run_at, created_at, claimed_at, finished_at, null::text,
-           node_id, crashes, interruptions, retries, wall_s, cpu_s, peak_kb,
-           cancel_requested_at, null::real, null::text, output, tags, meta
-    from aqd.job_history;
+-- New columns are null without a default: catalogue only. Who waits, with 1 M live jobs and 800,000 records of failures:
+-- everybody who writes jobs (enqueue, claim, record) for 1.2 s, while indexes on aqd.jobs and aqd.failed_jobs are built;
+-- those who read (the API, the figures) for the last 0.3 s of it. Both grow with the tables. What needs no lock
+-- on a table in use comes before. A role of an application's keeps its right to call aqd.enqueue; a view or a
+-- function (begin atomic) of an application's that depends on it must be dropped and made again.
 
 -- --- idempotency keys
 
@@ -249,7 +201,16 @@ $$;
 -- call without key, tags and meta, beside that one's (a transaction each, 40 rounds of 300 in turn): 0.57 without a
 -- queue, because aqd.queue_of is planned anew in each transaction and a subquery is not; 1.00 with queue, priority
 -- and delay_s. With a key 2.5 times as much.
-drop function aqd.enqueue(text, jsonb, text, integer, timestamptz, double precision, integer, double precision);
+-- Who may call it is kept.
+do $$
+begin
+    perform set_config('aqd.enqueue_acl', coalesce(p.proacl::text, ''), true)
+    from pg_proc p
+    where p.oid = 'aqd.enqueue(text, jsonb, text, integer, timestamptz, double precision, integer,
+                               double precision)'::regprocedure;
+    drop function aqd.enqueue(text, jsonb, text, integer, timestamptz, double precision, integer, double precision);
+end
+$$;
 
 create function aqd.enqueue(
     type                  text,
@@ -395,6 +356,26 @@ begin
 end
 $$;
 
+do $$
+declare
+    given record;
+begin
+    if current_setting('aqd.enqueue_acl') = '' then
+        return;
+    end if;
+    revoke all on function aqd.enqueue from public;
+    for given in
+        select case when a.grantee = 0 then 'public' else quote_ident(r.rolname) end as grantee,
+               case when a.is_grantable then ' with grant option' else '' end as more
+        from aclexplode(current_setting('aqd.enqueue_acl')::aclitem[]) a
+        left join pg_roles r on r.oid = a.grantee
+        where a.grantee = 0 or r.oid is not null
+    loop
+        execute format('grant execute on function aqd.enqueue to %s%s', given.grantee, given.more);
+    end loop;
+end
+$$;
+
 -- --- waiting for a job to end
 
 -- Until which moment (unix seconds) somebody waits. Whoever waits sets it a little into the future, again and
@@ -418,12 +399,6 @@ end
 $$;
 
 -- --- queues
-
-alter table aqd.queues
-    add column max_running integer,  -- jobs that may run at the same time on all nodes together; null: any number
-    add column changed_at  timestamptz,
-    add column changed_by  text,     -- the API key's name, or what the command line says
-    add constraint queues_max_running check (max_running >= 1);
 
 -- How many jobs of a queue may be claimed now, at most "wanted", and nobody else may claim any of it until the
 -- transaction ends. Locked first, *then* counted: a volatile function's statements each have a snapshot of their own, so
@@ -451,12 +426,97 @@ $$;
 
 -- --- looking
 
--- A page of FAILED jobs, newest first, and jobs by their tag. Jobs without tags are not in the second one and pay nothing
--- for it; with two tags, claim and record take a third more (57 and 77 us a job together).
+-- What errors of one kind have in common: the first line, numbers as "#", at most 200 characters.
+create function aqd.error_line(error text) returns text
+language sql immutable parallel safe as $$
+    select rtrim(left(regexp_replace(
+        split_part(ltrim(left(coalesce(error, ''), 1000), E' \t\r\n'), E'\n', 1),
+        '\m(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})\M|[0-9]+', '#', 'gi'), 200), E' \t\r')
+$$;
+
+-- The same as 16 digits, by which to ask for them; of the line as of the whole error.
+create function aqd.error_hash(error text) returns text
+language sql immutable parallel safe as $$
+    select left(encode(sha256(convert_to(aqd.error_line(error), 'UTF8')), 'hex'), 16)
+$$;
+
+-- --- what holds others up
+--
+-- From here to the end. Jobs first, as everybody who writes them and what goes with them does: the other way round
+-- this and a node that records a failure would wait for each other.
+
+-- A page of FAILED jobs, newest first; and the lock that all who write jobs wait for.
 create index jobs_failed on aqd.jobs (id) where state = 'FAILED';
-create index jobs_tags on aqd.jobs using gin (tags) where tags is not null;
 -- Open records, newest first, however many settled ones lie between.
 create index failed_jobs_open_id on aqd.failed_jobs (id) where resolved_at is null;
+-- Deleting a job takes its records with it, also the resolved ones, which failed_jobs_open does not hold. Only
+-- failures write here: 5 µs each, of 25 for the whole row.
+create index failed_jobs_job_id on aqd.failed_jobs (job_id);
+
+-- Here those who read begin to wait, too.
+alter table aqd.jobs
+    add column tags text[] collate "C",
+    add column meta jsonb;
+
+alter table aqd.job_history
+    add column tags text[] collate "C",
+    add column meta jsonb;
+
+alter table aqd.queues
+    add column max_running integer,  -- jobs that may run at the same time on all nodes together; null: any number
+    add column changed_at  timestamptz,
+    add column changed_by  text,     -- the API key's name, or what the command line says
+    add constraint queues_max_running check (max_running >= 1);
+
+-- Why a failed job was given up, and by whom (the API key's name, or what the command line says).
+alter table aqd.failed_jobs
+    add column note         text,
+    add column discarded_by text;
+
+-- As in 0002, with the two new columns, and whoever waits for the job is told.
+create or replace function aqd.end_cancelled() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+begin
+    -- Otherwise missing only where no daemon has run for a week.
+    if to_regclass('aqd.job_history_' || to_char(now() at time zone 'UTC', 'YYYYMMDD')) is null then
+        perform aqd.create_history_partition((now() at time zone 'UTC')::date);
+    end if;
+    delete from aqd.jobs j where j.id = new.id;
+    insert into aqd.job_history (
+        id, finished_at, run_at, created_at, claimed_at, lease_token, timeout_s, wall_s, cpu_s, peak_kb,
+        max_attempts, attempt, crashes, interruptions, retries, priority, state, type, queue, node_id,
+        payload, result, cancel_requested_at, output, tags, meta)
+    select new.id, now(), new.run_at, new.created_at, old.claimed_at, old.lease_token, new.timeout_s, a.wall_s,
+           a.cpu_s, a.peak_kb, new.max_attempts, new.attempt, new.crashes, new.interruptions, new.retries,
+           new.priority, 'CANCELLED', new.type, new.queue, old.node_id, new.payload, null,
+           new.cancel_requested_at, null, new.tags, new.meta
+    from (select) as always
+    left join aqd.job_attempts a on a.job_id = new.id and a.lease_token = old.lease_token;
+    update aqd.failed_jobs f
+    set resolved_at = now(), resolution = 'cancelled'
+    where f.job_id = new.id and f.resolved_at is null;
+    perform aqd.tell_ended(array[new.id]);
+    return null;
+end
+$$;
+
+create or replace view aqd.all_jobs as
+    select id, state, type, queue, priority, payload, null::jsonb as result, attempt, max_attempts,
+           timeout_s, run_at, created_at, claimed_at, null::timestamptz as finished_at, last_error,
+           node_id, crashes, interruptions, retries,
+           null::double precision as wall_s, null::double precision as cpu_s, null::bigint as peak_kb,
+           cancel_requested_at, progress_percent, progress_message, null::text as output, tags, meta
+    from aqd.jobs
+    union all
+    select id, state, type, queue, priority, payload, result, attempt, max_attempts,
+           timeout_s, run_at, created_at, claimed_at, finished_at, null::text,
+           node_id, crashes, interruptions, retries, wall_s, cpu_s, peak_kb,
+           cancel_requested_at, null::real, null::text, output, tags, meta
+    from aqd.job_history;
+
+-- Jobs by their tag. Those without tags are not in it and pay nothing for it; with two tags, claim and record take a
+-- third more (57 and 77 us a job together).
+create index jobs_tags on aqd.jobs using gin (tags) where tags is not null;
 
 -- On the parent only, so that no partition is locked; the days to come have it by LIKE. Days that hold no rows get it
 -- here. Those that do are not made to wait for it: their jobs have no tags but for the rest of today, which is read
@@ -480,20 +540,6 @@ begin
         end if;
     end loop;
 end
-$$;
-
--- What errors of one kind have in common: the first line, numbers as "#", at most 200 characters.
-create function aqd.error_line(error text) returns text
-language sql immutable parallel safe as $$
-    select rtrim(left(regexp_replace(
-        split_part(ltrim(left(coalesce(error, ''), 1000), E' \t\r\n'), E'\n', 1),
-        '\m(0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})\M|[0-9]+', '#', 'gi'), 200), E' \t\r')
-$$;
-
--- The same as 16 digits, by which to ask for them; of the line as of the whole error.
-create function aqd.error_hash(error text) returns text
-language sql immutable parallel safe as $$
-    select left(encode(sha256(convert_to(aqd.error_line(error), 'UTF8')), 'hex'), 16)
 $$;
 
 -- The jobs, live and finished, for which all that is not null holds. The one meaning of a filter, for pages, counts and
@@ -538,117 +584,3 @@ language sql stable as $$
       and (find_jobs.history_after is null or a.finished_at is null or a.finished_at >= find_jobs.history_after)
       and (find_jobs.history_before is null or a.finished_at is null or a.finished_at < find_jobs.history_before)
 $$;
-
--- --- changing by hand
-
--- Why a failed job was given up, and by whom (the API key's name, or what the command line says).
-alter table aqd.failed_jobs
-    add column note         text,
-    add column discarded_by text;
-
--- Deleting a job takes its records with it, also the resolved ones, which failed_jobs_open does not hold. Only
--- failures write here: 5 µs each, of 25 for the whole row.
-create index failed_jobs_job_id on aqd.failed_jobs (job_id);
-
--- Puts those of the jobs that are FAILED back into the queue as if new, and returns their ids; attempts and the failure's
--- record stay. Meant for any language, as aqd.cancel:
---     select aqd.retry_jobs('{4711}')
---     select aqd.retry_jobs(array(select id from aqd.find_jobs(states => '{FAILED}', type => 'send_mail')))
--- Locked in id order before anything is changed, so that it deadlocks with nobody; of many simultaneous callers one
--- changes a row, the others find it QUEUED. Without enable_seqscan = off 500 ids out of 100,000 are looked for
--- by reading them all (30 ms instead of 2).
-create function aqd.retry_jobs(ids bigint[]) returns setof bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-    held constant bigint[] := array(
-        select l.id
-        from (select u.id from unnest(retry_jobs.ids) as u(id) order by u.id) as i
-        cross join lateral (
-            select j.id from aqd.jobs j where j.id = i.id and j.state = 'FAILED' for no key update
-        ) as l);
-begin
-    update aqd.jobs j
-    set state = 'QUEUED', run_at = now(), attempt = 0, crashes = 0, interruptions = 0, last_error = null,
-        claimed_at = null, retries = j.retries + 1, cancel_requested_at = null,
-        progress_at = null, progress_percent = null, progress_message = null
-    where j.id = any(held);
-    update aqd.failed_jobs f set retried_at = now() where f.job_id = any(held) and f.resolved_at is null;
-    if cardinality(held) > 0 then
-        perform aqd.wake();
-    end if;
-    return query select h.id from unnest(held) as h(id);
-end
-$$;
-
--- Deletes those of the jobs that are QUEUED or FAILED, with their attempts and records, and returns their ids. Each
--- statement of a volatile function has a snapshot of its own. That matters: a job that was QUEUED when one
--- statement for all of it began may be FAILED once it is locked, and its record was not there when it began: it would
--- stay open for ever. Whoever waits for one of the jobs is told.
-create function aqd.delete_jobs(ids bigint[]) returns setof bigint
-language plpgsql set enable_seqscan = off set jit = off as $$
-declare
-    held constant bigint[] := array(
-        select l.id
-        from (select u.id from unnest(delete_jobs.ids) as u(id) order by u.id) as i
-        cross join lateral (
-            select j.id from aqd.jobs j where j.id = i.id and j.state in ('QUEUED', 'FAILED') for update
-        ) as l);
-begin
-    delete from aqd.jobs j where j.id = any(held);
-    delete from aqd.job_attempts a where a.job_id = any(held);
-    delete from aqd.failed_jobs f where f.job_id = any(held);
-    perform aqd.tell_ended(held);
-    return query select h.id from unnest(held) as h(id);
-end
-$$;
-
--- --- figures
-
--- What nodes have counted since they were first started, by what it is (aqd/figures.py says which labels each metric
--- has) and by node, so that no two nodes wait for each other. Nodes add differences every few seconds. The rows of
--- nodes that are gone are added to those of node '' by the keeper: sums over all nodes never go down.
-create table aqd.node_figures (
-    node_id text not null,
-    metric  text collate "C" not null,
-    labels  text[] collate "C" not null,
-    count   bigint not null,
-    total   double precision not null,
-    buckets bigint[] not null,
-    primary key (node_id, metric, labels)
-) with (fillfactor = 50);
-
--- The same by minute, for the last hour.
-create table aqd.minutes (
-    minute  timestamptz not null,
-    node_id text not null,
-    metric  text collate "C" not null,
-    labels  text[] collate "C" not null,
-    count   bigint not null,
-    total   double precision not null,
-    buckets bigint[] not null,
-    primary key (minute, node_id, metric, labels)
-) with (fillfactor = 50);
-
--- What the keeper has found out about each queue and type ("queue", "type"), and about the database ("table"), so
--- that nobody counts jobs to answer a request (2 M live jobs: 1 s).
-create table aqd.stats (
-    kind text collate "C" not null,
-    name text collate "C" not null,
-    at   timestamptz not null,
-    data jsonb not null,
-    primary key (kind, name)
-) with (fillfactor = 50);
-
--- Adds histograms place by place; versions may differ in how many places they have.
-create function aqd.add_buckets(one bigint[], other bigint[]) returns bigint[]
-language sql immutable parallel safe as $$
-    select coalesce(array_agg(coalesce(u.a, 0) + coalesce(u.b, 0) order by u.place), '{}')
-    from unnest(one, other) with ordinality as u(a, b, place)
-$$;
-
-create aggregate aqd.sum_buckets(bigint[]) (
-    sfunc = aqd.add_buckets, stype = bigint[], combinefunc = aqd.add_buckets, initcond = '{}', parallel = safe
-);
-
--- What a node says of itself beside what claims depend on: busy slots, plugins.
-alter table aqd.nodes add column info jsonb;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from aqd import database, migrate, store
 from aqd.config import Database
+from aqd.errors import SchemaMismatch
 from aqd.paths import data_dir
 from tests.sql.support import Queue, book, completion, failure
 
@@ -139,3 +141,58 @@ def test_the_version_before_goes_on_beside_it(conn: database.Connection, empty_d
         migrate.migrate(newer)
     assert conn.execute("execute complete").fetchall() == [(3,)]
     assert conn.execute("select state from aqd.all_jobs where id = 3").fetchone() == ("COMPLETED",)
+
+
+FUNCTION = "aqd.enqueue(text,jsonb,text,integer,timestamptz,double precision,integer,double precision)"
+
+
+def test_who_may_submit_is_kept(conn: database.Connection) -> None:
+    """Revoked from everybody and given to some, as on a server with several applications."""
+    roles = [f"r{os.urandom(4).hex()}_{name}" for name in ("app", "chief", "other")]
+    app, chief, _ = roles
+    may = "select has_function_privilege(%s, p.oid, 'execute') from pg_proc p where p.oid = 'aqd.enqueue'::regproc"
+    try:
+        for role in roles:
+            conn.execute(f"create role {role}".encode())
+        conn.execute(f"revoke all on function {FUNCTION} from public".encode())
+        conn.execute(f"grant execute on function {FUNCTION} to {app}".encode())
+        conn.execute(f"grant execute on function {FUNCTION} to {chief} with grant option".encode())
+        migrate.migrate(conn)
+        found = [conn.execute(may.encode(), [role]).fetchone() for role in roles]
+        assert found == [(True,), (True,), (False,)]
+        granting = may.replace("'execute'", "'execute with grant option'").encode()
+        assert [conn.execute(granting, [role]).fetchone() for role in roles] == [(False,), (True,), (False,)]
+    finally:
+        for role in roles:
+            conn.execute(f"drop owned by {role}; drop role {role}".encode())
+
+
+def test_nobody_is_kept_from_submitting(conn: database.Connection) -> None:
+    migrate.migrate(conn)
+    assert conn.execute("select proacl from pg_proc where oid = 'aqd.enqueue'::regproc").fetchone() == (None,)
+
+
+def test_what_depends_on_the_function_is_named(conn: database.Connection) -> None:
+    conn.execute("create view public.submitted as select aqd.enqueue('noop') as id")
+    before = rows(conn)
+    with pytest.raises(
+        SchemaMismatch, match=r"view submitted depends on function aqd\.enqueue.*make them again"
+    ):
+        migrate.migrate(conn)
+    assert rows(conn) == before
+    conn.execute("drop view public.submitted")
+    migrate.migrate(conn)
+    conn.execute("create view public.submitted as select aqd.enqueue('noop') as id")
+
+
+def test_readers_are_held_up_last(conn: database.Connection, empty_database_url: str) -> None:
+    """All that needs no exclusive lock on a table in use is done when the first one is asked for."""
+    (pending,) = [each.text for each in migrate.load_files() if each.version == 3]
+    first = pending.index("alter table aqd.jobs")
+    for name in ("failed_jobs_open_id", "failed_jobs_job_id", "jobs_failed"):
+        assert pending.index(f"create index {name} ") < first
+    with store.connect(Database(url=empty_database_url), "reader") as reader, reader.transaction():
+        for table in TABLES:
+            reader.execute(f"select from aqd.{table} limit 1".encode())
+        conn.execute("set lock_timeout = '1ms'")
+        conn.execute(pending[:first].encode())
