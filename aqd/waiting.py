@@ -5,7 +5,8 @@ clock in, moments out. :class:`Ear` takes the notifications of one channel off a
 to whom they are meant for. :func:`watch` and :func:`watch_async` put the two together on the caller's connection.
 
 Promises: a job that has ended is noticed by its notification, within milliseconds; without one (lost, switched off,
-swallowed by a pooler, ended by a node of the version before or by a rescue) by the next look, within
+swallowed by a pooler, not announced because the role only reads, ended by a node of the version before or by a
+rescue) by the next look, within
 :data:`LOOK_S`. Between looks nothing is asked of the database.
 
 How it fails: errors of psycopg pass through; :class:`NotEnded` when the time is over.
@@ -31,7 +32,7 @@ from aqd.database import Connection, int_array, run
 from aqd.errors import InputError, NotEnded, NotFoundError
 from aqd.job import State
 from aqd.store import JobRow
-from aqd.store.wait import ANNOUNCED_S, CHANNEL
+from aqd.store.wait import ANNOUNCED_S, CHANNEL, REFUSED
 
 ENDED: Final = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
 
@@ -67,6 +68,11 @@ class Rhythm:
             self.look_at = now
         self._known_until = now + ANNOUNCED_S
         self.announce_at = now + ANNOUNCE_S
+
+    def refused(self) -> None:
+        """It may not be announced: deaf from now on."""
+        self._longest_s = self._pause_s = LOOK_DEAF_S
+        self.announce_at = math.inf
 
     def looked(self, now: float) -> None:
         """All jobs were looked at."""
@@ -190,8 +196,10 @@ def watch(
             while True:
                 now = time.monotonic()
                 if now >= rhythm.announce_at:
-                    store.announce_wait(conn)
-                    rhythm.announced(now)
+                    if store.announce_wait(conn):
+                        rhythm.announced(now)
+                    else:
+                        rhythm.refused()
                 if ear.heard & left or now >= rhythm.look_at:
                     ended = store.find_ended(conn, left)
                     rhythm.looked(now)
@@ -233,8 +241,11 @@ async def watch_async(
             while True:
                 now = time.monotonic()
                 if now >= rhythm.announce_at:
-                    await _run_async(conn, "announce_wait", ANNOUNCED_S)
-                    rhythm.announced(now)
+                    try:
+                        await _run_async(conn, "announce_wait", ANNOUNCED_S)
+                        rhythm.announced(now)
+                    except REFUSED:
+                        rhythm.refused()
                 if ear.heard & left or now >= rhythm.look_at:
                     ended = [row[0] for row in await _run_async(conn, "find_ended", int_array(left))]
                     rhythm.looked(now)

@@ -5,10 +5,12 @@ request that waits, so after the fork. A request that waits has its thread, and 
 
 Promises: at most half of the process's threads wait, so that the others always serve; whoever cannot wait is told
 at once. All waiting jobs of the process are looked at together (:class:`aqd.waiting.Rhythm`). A client that hangs
-up gives its place back at once, and so do all when the process stops. Idle for :data:`IDLE_S`, the connection is
+up gives its place back at once, and so do all when the process stops; closing the sending side alone counts as hanging
+up, because the two look the same until something is sent. Idle for :data:`IDLE_S`, the connection is
 closed.
 
-How it fails: while the database is away nobody is woken; when their time is over, requests find out themselves.
+How it fails: where the role only reads, or the server is a standby, ends are found by the looks alone, which one line
+in the log says; while the database is away nobody is woken; when their time is over, requests find out themselves.
 """
 
 import contextlib
@@ -31,6 +33,7 @@ from aqd.errors import DatabaseUnavailable, WorldError
 from aqd.log import get_logger
 from aqd.process import boottime
 from aqd.sessions import Session
+from aqd.store.wait import REFUSED
 from aqd.waiting import Ear, Rhythm
 
 IDLE_S: Final = 60.0
@@ -94,6 +97,7 @@ class Waiters:
         self.stopping = False
         self._session = Session(database, "api waiters", self._on_connect)
         self._deaf = not cfg.database.notify
+        self._said = False  # that we are it although we should not be
         self._ear: Ear | None = None
         self._rhythm = Rhythm(deaf=self._deaf)
         self._lock = threading.Lock()
@@ -220,8 +224,10 @@ class Waiters:
             self._session.run(lambda _: None)  # sets the rhythm to its beginning
         now = time.monotonic()
         if now >= self._rhythm.announce_at:
-            self._session.run(store.announce_wait)
-            self._rhythm.announced(now)
+            if self._session.run(store.announce_wait):
+                self._rhythm.announced(now)
+            else:
+                self._refused("announcing that somebody waits is not allowed")
         if now >= self._rhythm.look_at:
             self._wake(self._session.run(store.find_ended, ids))
             self._rhythm.looked(now)
@@ -276,4 +282,14 @@ class Waiters:
         self._ear = Ear(connection.pgconn)
         self._ear.attach()
         if not self._deaf:
-            connection.execute(waiting.LISTEN)
+            try:
+                connection.execute(waiting.LISTEN)
+            except REFUSED:
+                self._refused("the server is a standby, where nobody can listen")
+
+    def _refused(self, reason: str) -> None:
+        """Nobody will tell us, so we look, as long as this connection lasts: the next one may do more."""
+        self._rhythm.refused()
+        if not self._said:
+            self._said = True
+            log.warning("waiting by looks only", reason=reason)

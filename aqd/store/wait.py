@@ -20,9 +20,17 @@ CHANNEL: Final = "aqd_ended"
 ANNOUNCED_S: Final = 15.0
 
 
-def announce_wait(conn: Connection) -> None:
-    """For :data:`ANNOUNCED_S` seconds whoever ends jobs tells."""
-    run(conn, "announce_wait", for_s=ANNOUNCED_S)
+# Of a role that only reads, of a session or server that does not write: who waits can look, and no more.
+REFUSED: Final = (psycopg.errors.InsufficientPrivilege, psycopg.errors.ReadOnlySqlTransaction)
+
+
+def announce_wait(conn: Connection) -> bool:
+    """For :data:`ANNOUNCED_S` seconds whoever ends jobs tells. False: that is not allowed here."""
+    try:
+        run(conn, "announce_wait", for_s=ANNOUNCED_S)
+    except REFUSED:
+        return False
+    return True
 
 
 def find_ended(conn: Connection, ids: Iterable[int]) -> list[int]:

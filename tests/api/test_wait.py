@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg import conninfo
 
 from aqd import store
 from aqd.claims import ClaimBook
@@ -264,6 +265,42 @@ def test_what_nobody_tells_is_seen(
     with store.connect(Database(url=database_url, notify=notify == "off"), "tests") as node:
         complete(node)
     assert answer.result(LONG_S).json["status"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("option", ["role=pg_read_all_data", "default_transaction_read_only=on"])
+def test_who_may_not_announce_looks(
+    option: str, start_api: Callable[..., Api], jobs: Jobs, node: store.Connection, database_url: str
+) -> None:
+    """A role that only reads, a session that does not write."""
+    jobs.conn.execute("grant usage on schema aqd to pg_read_all_data")  # PostgreSQL 14 gives it usage of all
+    url = conninfo.make_conninfo(database_url, options=f"-c {option}", target_session_attrs="any")
+    api = start_api(url)
+    for _ in range(2):
+        answer = api_waits(api, jobs.add())
+        wait_until(lambda: backends(jobs), 30)
+        complete(node)
+        assert answer.result(LONG_S / 2).json["status"] == "COMPLETED"
+        assert not announced(jobs)
+    assert len([line for line in api.log if "waiting by looks only" in line]) == 1, api.tail()
+    assert not [line for line in api.log if "database refuses" in line or "database away" in line], api.tail()
+
+
+def test_on_a_standby_it_looks(
+    private_pg: Callable[..., LocalPostgres], start_api: Callable[..., Api]
+) -> None:
+    """Where neither announcing nor listening is allowed: a cluster that waits for a primary's log."""
+    pg = private_pg()
+    name = pg.create_database(template=pg.template)
+    with psycopg.connect(pg.url(name), autocommit=True) as conn:
+        (id,) = conn.execute("select aqd.enqueue('fate')").fetchone() or ()
+    pg.stop()
+    (pg.data / "standby.signal").touch()
+    pg.start()
+    api = start_api(conninfo.make_conninfo(pg.url(name), target_session_attrs="any"), AQD_API_READ_ONLY="1")
+    seen = api.get(f"/jobs/{id}?wait_s=1.5")
+    assert (seen.status, seen.json["status"]) == (200, "QUEUED")
+    assert len([line for line in api.log if "waiting by looks only" in line]) == 1, api.tail()
+    assert not [line for line in api.log if "database refuses" in line or "database away" in line], api.tail()
 
 
 def api_waits(api: Api, id: int) -> Future[Answer]:

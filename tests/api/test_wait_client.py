@@ -144,6 +144,22 @@ def test_it_returns_the_job_when_it_has_ended(
     assert (found.id, found.state, found.result) == (id, "COMPLETED", "7")
 
 
+def test_a_role_that_only_reads(connect: Callable[..., Any], jobs: Jobs, node: store.Connection) -> None:
+    """It may not announce that it waits, so nobody tells it; it looks."""
+    jobs.conn.execute("grant usage on schema aqd to pg_read_all_data")
+    id = jobs.add()
+
+    def use(conn: Any, wait: Wait) -> JobRow:
+        conn.execute("set role pg_read_all_data")
+        with pytest.raises(NotEnded):
+            wait(conn, id, 0.05)
+        complete(node)
+        return wait(conn, id, LONG_S)
+
+    assert connect(use).state == "COMPLETED"
+    assert not announced(jobs)
+
+
 def test_what_has_ended_before(connect: Callable[..., Any], jobs: Jobs, node: store.Connection) -> None:
     done = jobs.add()
     complete(node)
@@ -369,6 +385,9 @@ def test_rhythm() -> None:
 
     rhythm.announced(now + 100)  # nobody has waited meanwhile
     assert rhythm.look_at == now + 100
+    rhythm.refused()
+    rhythm.looked(now)
+    assert rhythm.next_at == now + waiting.LOOK_DEAF_S
     deaf = waiting.Rhythm(deaf=True)
     deaf.looked(0.0)
     assert deaf.next_at == waiting.LOOK_DEAF_S
