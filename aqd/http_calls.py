@@ -232,7 +232,9 @@ def _checked(body: Mapping[str, Any]) -> msgspec.Raw:
 
 
 def query(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _text(name, value) for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    encode_json(dict.fromkeys(given), field="")  # refuses names that no URL can say
+    return {name: _text(name, value) for name, value in given.items()}
 
 
 def _text(name: str, value: Any) -> str:
@@ -513,7 +515,7 @@ class Options:
     ) -> None:
         try:
             url = httpx.URL(base_url)
-        except (httpx.InvalidURL, TypeError):
+        except (httpx.InvalidURL, TypeError, UnicodeError):
             url = httpx.URL("")
         if url.scheme not in ("http", "https") or not url.host:
             raise InputError("base_url", "must be an URL such as http://127.0.0.1:4000")

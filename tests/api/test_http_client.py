@@ -483,6 +483,7 @@ def test_retry_after_is_kept() -> None:
         ({"base_url": ""}, "base_url"),
         ({"base_url": "http://"}, "base_url"),
         ({"base_url": "http://x\n"}, "base_url"),
+        ({"base_url": "http://x/\ud800"}, "base_url"),
         ({"base_url": "http://x:port"}, "base_url"),
         ({"base_url": None}, "base_url"),
         ({"key": "a\nb"}, "key"),

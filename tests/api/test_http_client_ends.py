@@ -175,6 +175,7 @@ def test_what_no_request_can_say_is_refused_here(connect: Connect) -> None:
         (lambda: list(client.jobs(error=half)), "error"),
         (lambda: list(client.jobs(state=["QUEUED", half])), "state"),
         (lambda: list(client.jobs(type=b"x")), "type"),
+        (lambda: client.queues(**{half: 1}), ""),
         (lambda: list(client.jobs(created_after=datetime(2030, 1, 1))), "created_after"),
         (lambda: client.queues(limit=object()), "limit"),
         (lambda: client.change_jobs("retry", filter={"error": half}), "filter.error"),
