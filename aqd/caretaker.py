@@ -184,7 +184,7 @@ class Caretaker(threading.Thread):
             if state.info is None:
                 raise
             if not self._info_refused:
-                logger.error("the database refuses what the node says of itself", error=log.describe(error))
+                logger.error("node info refused", error=log.describe(error))
             self._info_refused = True
         return self.session.run(store.node_seen, state._replace(info=None))
 
@@ -202,5 +202,4 @@ def _json(info: figures.NodeInfo) -> str | None:
     try:
         return msgspec.json.encode(info).decode()
     except (UnicodeError, msgspec.MsgspecError):
-        logger.exception("what the node says of itself cannot be written down")
         return None

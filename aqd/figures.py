@@ -104,6 +104,11 @@ METRICS: Final = {
     ),
 }
 
+# Metrics that are counted by queue and type.
+PAIRED: Final = frozenset(
+    name for name, metric in METRICS.items() if not metric.gauge and metric.labels[:2] == ("queue", "type")
+)
+
 
 class Cell(msgspec.Struct, array_like=True):
     """A number with its labels: ``total`` is the sum of what a histogram counted in ``buckets``, or a gauge's value."""
@@ -165,12 +170,7 @@ class Figures:
 
     def _find(self, queue: str, type: str, outcome: str, reason: str) -> tuple[Cell, Cell, Cell]:
         """The three cells of such an attempt, found by one look from then on."""
-        label = (queue, type)
-        if label not in self._pairs:
-            if len(self._pairs) < self._pairs_max:
-                self._pairs.add(label)
-            else:
-                label = (OTHER, OTHER)
+        label = self._pair(queue, type)
         cells = (
             self._cell(("attempts", *label, outcome, reason)),
             self._cell(("duration", *label, outcome), JOBS),
@@ -179,6 +179,16 @@ class Figures:
         if len(self._found) < FOUND_MAX:
             self._found[queue, type, outcome, reason] = cells
         return cells
+
+    def _pair(self, queue: str, type: str) -> tuple[str, str]:
+        """What a pair is counted as: itself, if it is one of the first."""
+        if (queue, type) in self._pairs:
+            return queue, type
+        if len(self._pairs) >= self._pairs_max:
+            return OTHER, OTHER
+        if queue != OTHER or type != OTHER:
+            self._pairs.add((queue, type))
+        return queue, type
 
     def statement(self, operation: str, seconds: float) -> None:
         """Count a statement."""
@@ -189,10 +199,13 @@ class Figures:
             cell.buckets[STATEMENTS.index(seconds)] += 1
 
     def add(self, cells: Iterable[Cell]) -> None:
-        """Add what somebody else has counted."""
+        """Add what others have counted, one after the other: each has its own first pairs."""
         with self._lock:
             for given in cells:
-                cell = self._cell(given.key)
+                key = given.key
+                if given.metric in PAIRED:
+                    key = (given.metric, *self._pair(*given.labels[:2]), *given.labels[2:])
+                cell = self._cell(key)
                 cell.count += given.count
                 cell.total += given.total
                 missing = len(given.buckets) - len(cell.buckets)

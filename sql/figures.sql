@@ -3,13 +3,26 @@
 -- name: add_figures :exec
 -- Differences since the last time, added up per node and per minute in one statement. Nobody else writes rows of this
 -- node but the keeper that finds it gone, which does not wait. If a COMMIT gets no answer, a few seconds
--- are counted twice or not at all.
+-- are counted twice or not at all. A node has many dispatchers, one after the other, each with its own first pairs (queue,
+-- type): once pairs_max are kept, further ones are kept together.
 -- Index: primary keys of node_figures and minutes.
-with given as materialized (
-    select g.metric, g.labels, g.count, g.total, g.buckets
+with kept as materialized (
+    select distinct f.labels[1:2] as pair
+    from aqd.node_figures f where f.node_id = :node_id::text and f.metric = 'attempts'
+), named as (
+    select g.metric, g.count, g.total, g.buckets,
+           case when g.metric not in ('attempts', 'duration', 'waiting')
+                     or (select count(*) from kept) < :pairs_max::bigint
+                     or g.labels[1:2] in (select k.pair from kept k)
+                then g.labels else array['other', 'other'] || g.labels[3:] end as labels
     from jsonb_to_recordset(:cells::jsonb)
          as g(metric text, labels text[], count bigint, total double precision, buckets bigint[])
-    order by g.metric, g.labels
+), given as materialized (
+    select n.metric, n.labels, sum(n.count)::bigint as count, sum(n.total) as total,
+           aqd.sum_buckets(n.buckets) as buckets
+    from named n
+    group by n.metric, n.labels
+    order by n.metric, n.labels
 ), by_minute as (
     insert into aqd.minutes as m (minute, node_id, metric, labels, count, total, buckets)
     select date_trunc('minute', now()), :node_id::text, g.metric, g.labels, g.count, g.total, g.buckets

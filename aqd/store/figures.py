@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from aqd.database import Connection, execute, int_array, run
-from aqd.figures import ENDED, Cell, gauge
+from aqd.figures import ENDED, PAIRS_MAX, Cell, gauge
 from aqd.histogram import JOBS
 
 NAMES_MAX: Final = 1000
@@ -131,7 +131,7 @@ def add_figures(conn: Connection, node_id: str, cells: Iterable[Cell]) -> None:
         for cell in cells
     ]
     if rows:
-        run(conn, "add_figures", node_id=node_id, cells=_json(rows))
+        run(conn, "add_figures", node_id=node_id, cells=_json(rows), pairs_max=PAIRS_MAX)
 
 
 def job_labels(conn: Connection, ids: Iterable[int]) -> list[tuple[int, str, str, float]]:

@@ -520,5 +520,5 @@ def test_a_node_lives_although_what_it_says_of_itself_is_refused(start_daemon, j
     jobs.wait(job)
     wait_until(lambda: jobs.conn.execute("select from aqd.nodes where types <> '{}'").fetchone() is not None)
     assert daemon.stop() == 0
-    said = [line for line in daemon.lines if "what the node says of itself" in line["event"]]
+    said = [line for line in daemon.lines if line["event"] == "node info refused"]
     assert len(said) == 1

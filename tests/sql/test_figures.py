@@ -294,3 +294,21 @@ def test_aggregate(queue: Queue) -> None:
 
     assert added("('{1,2}'::bigint[]), ('{10,20,30}'), ('{}')") == [11, 22, 30]
     assert added("('{}'::bigint[])") == []
+
+
+def test_pairs_of_a_node_that_lives_are_bounded(
+    conn: database.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its dispatchers has its own first pairs."""
+    monkeypatch.setattr(figures, "PAIRS_MAX", 3)
+    for number in range(6):
+        figures.add_figures(
+            conn,
+            "n1",
+            counted(*(Attempt(f"q{number}", f"t{n}", "completed", "", 1.0, 1.0) for n in range(4))),
+        )
+    figures.add_figures(conn, "n1", counted(Attempt("q0", "t1", "completed", "", 1.0, 1.0)))
+    counts = {key[1:3]: count for key, count in sums(conn).items() if key[0] == "attempts"}
+    assert counts == {**{("q0", f"t{n}"): 1 for n in range(4)}, ("q0", "t1"): 2, ("other", "other"): 20}
+    minutes = "select count(distinct labels[1:2]), sum(count) from aqd.minutes where metric = 'attempts'"
+    assert conn.execute(minutes.encode()).fetchone() == (5, 25)

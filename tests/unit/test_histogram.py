@@ -145,3 +145,19 @@ def test_every_metric_says_what_it_is() -> None:
         assert metric.name.startswith("aqd_")
         assert metric.help.endswith(".")
         assert metric.scale in (None, histogram.JOBS, histogram.STATEMENTS)
+
+
+def test_pairs_of_others_are_bounded_too() -> None:
+    """The master adds up what one dispatcher after the other has counted; nothing that was counted is lost."""
+    received = Figures(pairs_max=3)
+    for number in range(5):
+        one = Figures(pairs_max=3)
+        one.attempts(Attempt(f"q{number}", f"t{n}", "completed", "", 1.0, 1.0) for n in range(4))
+        one.statement("claim", 0.1)
+        received.add(one.drain())
+    cells = {cell.key: cell.count for cell in received.cells()}
+    pairs = {key[1:3] for key in cells if key[0] == "attempts"}
+    assert pairs == {*(("q0", f"t{n}") for n in range(3)), ("other", "other")}
+    assert sum(count for key, count in cells.items() if key[0] == "attempts") == 20
+    assert cells["statement", "claim"] == 5
+    assert len(received.cells()) == 3 * 4 + 1
