@@ -173,7 +173,9 @@ def test_a_statement_that_waits_too_long_is_ended(setting: Setting) -> None:
     fill_pool(setting.api)
     before = setting.jobs()
     began = time.monotonic()
-    unavailable(locked_post(setting, lambda: None), "timeout")
+    answer = locked_post(setting, lambda: None)
+    unavailable(answer, "lock")
+    assert answer.json["type"] == "urn:aqd:locked"
     assert time.monotonic() - began < 4
     assert setting.jobs() == before
     back(setting.api)
