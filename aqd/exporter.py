@@ -3,18 +3,20 @@
 A process of its own (``python -m aqd.exporter --fd N --parent PID``), a child of the master, started again when it
 dies: whoever asks for metrics, however, does nothing to jobs. For each ``GET /metrics`` it asks the master on the
 control socket, as ``aqd metrics`` does, so it answers while the database is away. At most :data:`CLIENTS_MAX` clients
-at a time, none of them for longer than :data:`PATIENCE_S` without a word; further ones are hung up on.
+at a time, none of them for longer than :data:`PATIENCE_S`, however it spends them; further ones are hung up on.
 
 Answers 503 when the master does not answer. Ends on SIGTERM, and with the master.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import socketserver
 import sys
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,9 +46,13 @@ class Server(ThreadingHTTPServer):
         self.socket = listener
         self.control_socket = control_socket
         self._places = threading.BoundedSemaphore(CLIENTS_MAX)
+        self._until: dict[socket.socket, float] = {}  # when whose time is over
+        self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):
+            with self._lock:
+                self._until[request] = time.monotonic() + PATIENCE_S
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -56,6 +62,20 @@ class Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before its number is another's
+            self._until.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second. A timeout of the socket would begin anew with each byte that comes."""
+        now = time.monotonic()
+        with self._lock:
+            for request, until in self._until.items():
+                if now >= until:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """A client that went away is no news."""

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from aqd import control, metrics
+from aqd.exporter import CLIENTS_MAX
 from aqd.store import figures
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
@@ -233,3 +234,37 @@ def test_node_says_what_it_is(start_daemon: StartDaemon, jobs: Jobs) -> None:
     daemon.signal(signal.SIGTERM)
     daemon.signal(signal.SIGTERM)
     daemon.wait_exit(60.0)
+
+
+def test_slow_clients_have_their_time(start_daemon: StartDaemon) -> None:
+    """A byte now and then, by as many clients as there are places, does not keep others out."""
+    port = free_port()
+    daemon = start_daemon({"daemon": {"metrics_port": port}})
+    assert scrape(port)[0] == 200
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(CLIENTS_MAX)]
+    for each in slow:
+        each.sendall(b"GET /metrics HTTP/1.1\r\n")
+    open_still = set(slow)
+
+    def all_hung_up() -> bool:
+        for each in list(open_still):
+            try:
+                each.sendall(b"x")
+            except OSError:
+                open_still.discard(each)
+        return not open_still
+
+    try:
+        wait_until(all_hung_up, 60.0)
+    finally:
+        for each in slow:
+            each.close()
+
+    def answers() -> bool:
+        try:
+            return scrape(port)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    wait_until(answers, 60.0)
+    assert daemon.stop() == 0
