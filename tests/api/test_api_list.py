@@ -203,16 +203,31 @@ def test_large_pages_end_early_and_go_on(api: Api, jobs: Jobs) -> None:
 
 
 def test_a_list_that_takes_too_long_is_too_broad(start_api: Callable[..., Api], jobs: Jobs) -> None:
-    """Not the database's fault, so no 503 that a client would repeat; without a filter it is."""
+    """Not the database's fault, so no 503 that a client would repeat."""
+    text = "repeat('Some Long Error ', 1000)"  # 16 kB, to be put into lower case by the server
+    jobs.conn.execute(
+        f"insert into aqd.jobs (type, run_at, state, last_error) "
+        f"select 'noop', now(), 'FAILED', {text} from generate_series(1, 8000)"
+    )
+    jobs.conn.execute(
+        f"insert into aqd.failed_jobs (job_id, failed_at, attempts, type, queue, kind, error) "
+        f"select n, now(), 1, 'noop', 'q', 'failed', {text} from generate_series(1, 8000) as n"
+    )
+    api = start_api(AQD_DATABASE_STATEMENT_TIMEOUT_S="0.1")
+    problem = api.get("/jobs?error=nowhere").problem(400, "finished_after")
+    assert problem["type"] == "urn:aqd:too-broad"
+    problem = api.admin("GET", "/admin/failed-jobs?error=nowhere").problem(400, "failed_after")
+    assert problem["type"] == "urn:aqd:too-broad"
+    assert api.get("/jobs?limit=1").status == 200
+
+
+def test_a_list_of_a_locked_table_is_not_too_broad(start_api: Callable[..., Api], jobs: Jobs) -> None:
     api = start_api(AQD_DATABASE_STATEMENT_TIMEOUT_S="0.5")
     api.get("/jobs")
     with jobs.conn.transaction():
-        jobs.conn.execute("lock aqd.jobs, aqd.failed_jobs in access exclusive mode")
-        problem = api.get("/jobs?error=x").problem(400, "finished_after")
-        assert problem["type"] == "urn:aqd:too-broad"
-        problem = api.admin("GET", "/admin/failed-jobs?kind=failed").problem(400, "failed_after")
-        assert problem["type"] == "urn:aqd:too-broad"
-        assert api.get("/jobs").problem(503)["type"] == "urn:aqd:database-unavailable"
+        jobs.conn.execute("lock aqd.jobs in access exclusive mode")
+        assert api.get("/jobs?error=x").problem(503)["type"] == "urn:aqd:locked"
+        assert api.get("/jobs").problem(503)["type"] == "urn:aqd:locked"
     assert api.get("/jobs?error=x").status == 200
 
 
