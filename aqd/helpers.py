@@ -58,13 +58,11 @@ class Helpers:
 
         With ``detach`` what runs now may stay.
         """
-        if not self._before and not self._detached:
-            try:
-                os.waitid(os.P_ALL, 0, _ANY)
-            except ChildProcessError:
-                return []  # the usual case: 3 µs
+        if self._alone():
+            return []  # the usual case: 3 µs
         deadline, pause = boottime() + LIMIT_S, 0.0001
-        while left := self._strangers(detach):
+        # A list that is read while children come and go may leave some out: that there are none is proved otherwise.
+        while (left := self._strangers(detach)) or not (self._before or self._detached or self._alone()):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -74,6 +72,16 @@ class Helpers:
             time.sleep(pause)
             pause = min(2 * pause, 0.005)
         return []
+
+    def _alone(self) -> bool:
+        """Whether this process certainly has no children, dead ones included."""
+        if self._before or self._detached:
+            return False
+        try:
+            os.waitid(os.P_ALL, 0, _ANY)
+        except ChildProcessError:
+            return True
+        return False
 
     def _strangers(self, detach: bool) -> list[int]:
         """The living children that may not stay; the dead ones are reaped."""

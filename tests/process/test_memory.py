@@ -166,7 +166,8 @@ def test_a_gibibyte_of_output_takes_little_memory(daemon, jobs):
 
     wait_until(look, 30)
     print(f"output took {peak[0] >> 20} MiB at most")
-    assert 0 < peak[0] < 2 * LIMIT << 20
+    # Cut back in time on a machine that is busy, too: a quarter of what was written.
+    assert 0 < peak[0] < 256 << 20
     wait_until(
         lambda: all(os.stat(f"/proc/{p}/fd/1").st_blocks * 512 <= 2 << 20 for p in daemon.workers().values())
     )

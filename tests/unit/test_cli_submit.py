@@ -161,9 +161,8 @@ def test_one_bad_line_and_nothing_is_stored(line: str, wanted: str, capsys, rows
 
 def test_a_file_that_cannot_be_read(capsys, tmp_path: Path) -> None:
     """Before anything else: the database is not needed."""
-    nowhere = tmp_path / "nowhere"
-    told = refused(capsys, "submit", "--batch", str(nowhere))
-    assert told == f'aqd: --batch: "{nowhere}" cannot be read: No such file or directory\n'
+    told = refused(capsys, "submit", "--batch", "/nowhere/at/all")
+    assert told == 'aqd: --batch: "/nowhere/at/all" cannot be read: No such file or directory\n'
     assert "--batch: " in refused(capsys, "submit", "--batch", str(tmp_path))
 
 
