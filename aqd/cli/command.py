@@ -39,6 +39,7 @@ class _Commands(click.Group):
         "health": "inspection",
         "db": "db",
         "demo": "db",
+        "bench": "bench",
         "submit": "submit",
         "jobs": "jobs",
         "failed": "jobs",

@@ -1,0 +1,151 @@
+"""A report as a PNG: a panel for each thing that a scenario has measured.
+
+matplotlib is imported here only, with the backend that needs no display. Colours are those of Okabe and Ito, which
+people who see red and green alike can tell apart.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from aqd.bench.report import heading, number
+from aqd.bench.results import Report, Result, Row, Series
+from aqd.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+_WIDTH_IN: Final = 7.5
+_HEIGHT_IN: Final = 3.6
+_DPI: Final = 110
+_PERCENTILES: Final = ("p50_ms", "p95_ms", "p99_ms", "max_ms")
+
+
+def check() -> None:
+    """Raises :class:`UserError` where there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--chart: matplotlib is not installed; it comes with aqd[bench]") from None
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draws all panels into one picture, two in a row."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    panels = [panel for result in report.results for panel in _panels(result)]
+    columns = min(2, max(1, len(panels)))
+    lines = -(-max(1, len(panels)) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(_WIDTH_IN * columns, _HEIGHT_IN * lines + 1.0), squeeze=False, dpi=_DPI
+    )
+    places = [place for line in axes for place in line]
+    for place, panel in zip(places, panels, strict=False):
+        panel(place)
+    for place in places[len(panels) :]:
+        place.set_axis_off()
+    figure.suptitle("\n".join(heading(report)), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, format="png")
+    plt.close(figure)
+
+
+def _panels(result: Result) -> list[Any]:
+    """What draws each panel: rates, latencies, curves, and figures where there is nothing else."""
+    panels: list[Any] = []
+    rows = [row for row in result.rows if row.throughput is not None and row.latency is None]
+    if rows and not result.series:
+        panels.append(lambda place: _rates(place, result, rows))
+    if timed := [row for row in result.rows if row.latency is not None]:
+        panels.append(lambda place: _latencies(place, result, timed))
+    for curves in _by_axes(result.series):
+        panels.append(lambda place, curves=curves: _curves(place, result, curves))
+    if not panels and (figures := [*result.figures, *(f for row in result.rows for f in row.figures)]):
+        panels.append(lambda place: _figures(place, result, [(f.name, f.value, f.unit) for f in figures]))
+    return panels
+
+
+def _label(row: Row) -> str:
+    workers = "" if row.workers is None else f"{row.workers} worker{'s' if row.workers != 1 else ''}"
+    return "\n".join(filter(None, (row.variant, workers)))
+
+
+def _rates(place: "Axes", result: Result, rows: Sequence[Row]) -> None:
+    """Bars, with the lowest and the highest round as a line."""
+    values = [row.throughput or 0.0 for row in rows]
+    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(rows))]
+    bars = place.barh([_label(row) for row in rows], values, color=colours)
+    place.bar_label(bars, [f" {number(value)}" for value in values], fontsize=8)
+    for index, row in enumerate(rows):
+        if len(row.runs) > 1:
+            rounds = [run.throughput for run in row.runs]
+            place.plot([min(rounds), max(rounds)], [index, index], color="black", linewidth=1)
+    _finish(place, result, "jobs/s")
+    place.set_xlim(0, max(values) * 1.18 or 1)
+    place.invert_yaxis()
+
+
+def _latencies(place: "Axes", result: Result, rows: Sequence[Row]) -> None:
+    """Groups of bars on a logarithmic scale: percentiles lie far apart."""
+    height = 0.8 / len(_PERCENTILES)
+    for index, name in enumerate(_PERCENTILES):
+        values = [getattr(row.latency, name) for row in rows]
+        bars = place.barh(
+            [line + index * height for line in range(len(rows))],
+            values,
+            height=height,
+            color=_COLOURS[index],
+            label=name.removesuffix("_ms"),
+        )
+        place.bar_label(bars, [f" {number(value)}" for value in values], fontsize=7)
+    place.set_yticks(
+        [line + height * (len(_PERCENTILES) - 1) / 2 for line in range(len(rows))],
+        [_label(row) for row in rows],
+    )
+    place.set_xscale("log")
+    place.xaxis.set_major_formatter("{x:g}")
+    place.xaxis.set_minor_formatter("")
+    low, high = place.get_xlim()
+    place.set_xlim(low, high * 2)  # room for the numbers and the legend
+    place.legend(fontsize=7, loc="right")
+    place.invert_yaxis()
+    _finish(place, result, "ms, enqueue → handler start")
+
+
+def _by_axes(series: Sequence[Series]) -> list[list[Series]]:
+    found: dict[tuple[str, str], list[Series]] = {}
+    for each in series:
+        found.setdefault((each.x, each.y), []).append(each)
+    return list(found.values())
+
+
+def _curves(place: "Axes", result: Result, curves: Sequence[Series]) -> None:
+    for index, each in enumerate(curves):
+        xs, ys = zip(*each.points, strict=True)
+        place.plot(xs, ys, marker="o", color=_COLOURS[index % len(_COLOURS)], label=each.name)
+    place.set_ylim(bottom=0)
+    place.set_ylabel(curves[0].y)
+    place.legend(fontsize=7)
+    _finish(place, result, curves[0].x)
+
+
+def _figures(place: "Axes", result: Result, figures: Sequence[tuple[str, float, str]]) -> None:
+    """Numbers of different units are no bars: a table."""
+    place.set_axis_off()
+    cells = [[name, f"{number(value)} {unit}"] for name, value, unit in figures]
+    table = place.table(cells, loc="center", cellLoc="left", colWidths=[0.55, 0.35])
+    table.auto_set_font_size(False)
+    table.set_fontsize(8)
+    place.set_title(result.scenario, fontsize=10)
+
+
+def _finish(place: "Axes", result: Result, axis: str) -> None:
+    place.set_title(f"{result.scenario}: {result.summary}", fontsize=9)
+    place.set_xlabel(axis, fontsize=8)
+    place.tick_params(labelsize=8)
+    place.grid(axis="x", alpha=0.3)
+    place.set_axisbelow(True)
