@@ -1,7 +1,7 @@
 """Which worker gets how many jobs, and how many to claim: pure decisions of the dispatcher.
 
 A worker runs one job at a time. Several *short* jobs may travel in one frame, as many as fit into
-``frame_ms`` of expected work and never more than the backlog divided by the slots. What a type costs is
+``frame_ms`` of expected work, and no more than the backlog divided by the slots once that is worth dividing. What a type costs is
 learnt from its outcomes; a type never seen, and one that takes longer than a frame, travels alone and only
 to an idle worker. A worker is topped up while it still has work, so that it does not wait for the
 dispatcher between two frames.
@@ -15,8 +15,10 @@ from math import ceil
 from typing import Final
 
 FRAME_JOBS_MAX: Final = 100
+# Work that is not divided further: a frame costs about 100 µs of processor time in all processes together.
+SMALLEST_NS: Final = 400_000
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
-CLAIM_MAX: Final = 1000
+CLAIM_MAX: Final = 1600
 # Weight of the newest job in a type's estimate. Upwards quickly (a type that got slow must not be stacked),
 # downwards slowly.
 _UP: Final = 0.5
@@ -34,10 +36,10 @@ class Estimates:
     def expected_ns(self, type: str) -> int:
         return int(self._types.get(type, self.unknown_ns))
 
-    def learn(self, type: str, wall_ns: int) -> None:
-        known = self._types.get(type)
-        self._types[type] = wall_ns if known is None else _moved(known, wall_ns)
-        self.mean_ns = wall_ns if not self.mean_ns else _moved(self.mean_ns, wall_ns)
+    def learn(self, type: str, *walls_ns: int) -> None:
+        """How long jobs of the type took, in the order of their ends."""
+        self._types[type] = _moved(self._types.get(type) or walls_ns[0], walls_ns)
+        self.mean_ns = _moved(self.mean_ns or walls_ns[0], walls_ns)
 
     def keep(self, types: Iterable[str]) -> None:
         """Forget the types that are no longer served."""
@@ -45,8 +47,10 @@ class Estimates:
         self._types = {t: ns for t, ns in self._types.items() if t in wanted}
 
 
-def _moved(known: float, newest: float) -> float:
-    return known + (_UP if newest > known else _DOWN) * (newest - known)
+def _moved(known: float, newest: Iterable[int]) -> float:
+    for wall_ns in newest:
+        known += (_UP if wall_ns > known else _DOWN) * (wall_ns - known)
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +62,30 @@ class Budget:
     def frame(self, expected: Iterable[tuple[int, int]], *, backlog: int, workers: int, room: int) -> int:
         """How many of the waiting jobs go into the next frame; ``expected``: (duration in ns, payload
         bytes) of each in turn. At least one if there is one and room for it."""
-        most = min(FRAME_JOBS_MAX, room, ceil(backlog / max(workers, 1)))
+        share = ceil(backlog / max(workers, 1))
+        if room < 1:
+            return 0
         count = total = size = 0
         for duration, length in expected:
-            if count and (
-                count >= most or total + duration > self.frame_ns or size + length > FRAME_BYTES_MAX
-            ):
-                break
-            if not count and room < 1:
-                break
-            count += 1
             total += duration
             size += length
+            if count and (
+                count >= FRAME_JOBS_MAX
+                or count >= room
+                or (count >= share and total > SMALLEST_NS)
+                or total > self.frame_ns
+                or size > FRAME_BYTES_MAX
+            ):
+                break
+            count += 1
         return count
 
     def wants_more(self, load_ns: int, unfinished: int) -> bool:
-        """Whether a worker may be given a frame now: it is idle, or about to be."""
+        """Whether a worker may be given a frame now: it is idle, or about to be. (Of the shortest jobs it has half a
+        frame in hand, so that frames stay large: what is done once a frame costs 150 µs in all.)"""
         if not unfinished:
             return True
-        return bool(self.frame_ns) and load_ns < self.frame_ns / 2
+        return load_ns < self.frame_ns / 2 and unfinished < FRAME_JOBS_MAX
 
     def stacks(self, mean_ns: float) -> bool:
         """Whether jobs that take so long travel together, and are claimed ahead; of none is known how long."""
@@ -89,7 +98,7 @@ class Budget:
         if not self.stacks(mean_ns):
             return max(0, idle - ready)
         per_worker = int(self.frame_ns / mean_ns)
-        target = min(CLAIM_MAX, 2 * workers * min(per_worker, FRAME_JOBS_MAX))
+        target = min(CLAIM_MAX, 4 * workers * min(per_worker, FRAME_JOBS_MAX))
         # Half a target at a time: many small claims cost more than a few large ones.
         return target - ready if ready < target / 2 else 0
 

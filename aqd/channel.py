@@ -19,6 +19,11 @@ from typing import Any, Final
 # 212,000 bytes passed and 220,000 failed with EMSGSIZE under the default wmem_max; half of it is safe.
 MAX_MESSAGE: Final = 128 * 1024
 _SO_PEEK_OFF: Final = 42
+# Plain numbers: to combine members of an enumeration takes longer than the system call.
+_PEEK: Final = int(socket.MSG_PEEK)
+_NOSIGNAL: Final = int(socket.MSG_NOSIGNAL)
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _MAX_FDS: Final = 8
 _ANCILLARY: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -41,17 +46,17 @@ def from_fd(fd: int) -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=fd)
 
 
-def send(channel: socket.socket, message: bytes, fds: Sequence[int] = ()) -> None:
-    """Send one message; :class:`BlockingIOError` if a non-blocking channel is full,
+def send(channel: socket.socket, message: bytes, fds: Sequence[int] = (), flags: int = 0) -> None:
+    """Send one message; :class:`BlockingIOError` if a non-blocking channel is full (or with MSG_DONTWAIT),
     :class:`ChannelClosed` if nobody reads any more."""
     if not message or len(message) >= MAX_MESSAGE:
         raise ValueError(f"a message has 1 to {MAX_MESSAGE - 1} bytes, not {len(message)}")
     try:
         if fds:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            channel.sendmsg([message], rights, socket.MSG_NOSIGNAL)
+            channel.sendmsg([message], rights, flags | _NOSIGNAL)
         else:
-            channel.send(message, socket.MSG_NOSIGNAL)
+            channel.send(message, flags | _NOSIGNAL)
     except (BrokenPipeError, ConnectionResetError):
         raise ChannelClosed from None
 
@@ -65,17 +70,19 @@ def receive(channel: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     # recvmsg, not socket.recv_fds: that ignores its flags, and descriptors came inheritable.
     while True:
         try:
-            size, ancillary, got, _ = channel.recvmsg_into(
-                [_buffer], _ANCILLARY, flags | socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, got, _ = channel.recvmsg_into([_buffer], _ANCILLARY, flags | _CLOEXEC)
             break
         except ConnectionResetError:
             continue
+    if not ancillary and not got & _CUT:
+        if size == 0:
+            raise ChannelClosed
+        return bytes(memoryview(_buffer)[:size]), []
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if got & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if got & _CUT:
         for fd in fds:
             os.close(fd)
         raise ValueError(f"a message of more than {MAX_MESSAGE} bytes or {_MAX_FDS} descriptors was cut off")
@@ -84,8 +91,9 @@ def receive(channel: socket.socket, flags: int = 0) -> tuple[bytes, list[int]]:
     return bytes(memoryview(_buffer)[:size]), list(fds)
 
 
-class Journal:
-    """The reading side of a worker's channel, used as a journal: peek, record, only then consume.
+class Peeked:
+    """The reading side of a worker's channel: peek, record, only then consume. For outcomes that are too large for
+    the journal (:mod:`aqd.journal`).
 
     SO_PEEK_OFF (socket(7)) keeps the place up to which was peeked *in the socket*, so it is set back to 0
     by a successor, which then finds every unconsumed message again, even if the worker is dead.
@@ -100,7 +108,7 @@ class Journal:
     def peek(self) -> tuple[bytes, list[int]] | None:
         """The next message not yet peeked at; None if there is none now; :class:`ChannelClosed`."""
         try:
-            return receive(self.channel, socket.MSG_PEEK)
+            return receive(self.channel, _PEEK)
         except BlockingIOError:
             return None
 

@@ -36,7 +36,7 @@ from aqd.claims import ClaimedJob
 from aqd.database import Connection
 from aqd.errors import BugError, Exit
 from aqd.hookspecs import HandlerInfo
-from aqd.links import Held, Link
+from aqd.links import Held, Link, Outcome
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
     Failed,
@@ -56,6 +56,7 @@ from aqd.stock import Stock
 logger = log.get_logger("dispatcher")
 
 TICK_S = 0.05
+BUSY_TICK_S = 0.005  # what need not be looked at in each of a thousand turns a second
 IDLE_TICK_S = 0.2
 REPORT_S = 1.0
 RECONCILE_S = 5.0
@@ -97,7 +98,7 @@ class Dispatcher:
         self.recorder.figures = self.keeper.counted
         self.epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
-        self._next_renew = self._next_report = self._next_reconcile = 0.0
+        self._next_tick = self._next_renew = self._next_report = self._next_reconcile = 0.0
         self._cancel_look = 0.0
         self._reported_up = (False, False, False)
 
@@ -142,7 +143,9 @@ class Dispatcher:
             elif (link := self._by_fd.get(fd)) is not None:
                 self._read_link(link)
         now = boottime()
-        self._tick(now)
+        if now >= self._next_tick or self.draining or self.handing_over:
+            self._next_tick = now + BUSY_TICK_S
+            self._tick(now)
         if not (self.draining or self.handing_over):
             links = self._serving()
             if self.stock:
@@ -154,6 +157,9 @@ class Dispatcher:
     def _tick(self, now: float) -> None:
         for session in (self.claimer.session, self.recorder.session, self.keeper.session):
             session.check(now)
+        for link in self.links.values():
+            if link.has_news:  # not told of yet, or by a bell that had no room
+                self._outcomes(link, link.read_journal())
         if self.claimer.stopping and not self.claimer.quiet and now >= self.claimer.stop_until:
             self.claimer.session.cut()  # what it may have claimed ends with its lease
         if now >= self._next_renew:
@@ -326,32 +332,35 @@ class Dispatcher:
         link.close()
 
     def _read_link(self, link: Link) -> None:
-        try:
-            for message in link.outcomes():
-                if message is None:
-                    # The job it is on has written into the channel, or its result is unreadable.
-                    logger.error("unreadable message, ending the worker", slot=link.slot)
-                    self.master.send(messages.Fence(link.incarnation, link.page.current()))
-                elif not isinstance(message, messages.Up):
-                    self._outcome(link, message)
-        except ChannelClosed:
-            # Its end is announced by the master, with the reason; nothing more can come.
-            if self._by_fd.pop(link.channel.fileno(), None) is not None:
-                self.epoll.unregister(link.channel)
+        self._outcomes(link, link.read_channel())
+        if link.has_news:
+            self._outcomes(link, link.read_journal())
+        # The end of a worker is announced by the master, with the reason.
+        if link.closed and self._by_fd.pop(link.channel.fileno(), None) is not None:
+            self.epoll.unregister(link.channel)
 
-    def _outcome(self, link: Link, message: messages.Done | messages.Broken) -> None:
-        number = message.number
-        if number not in link.held:
-            link.adopt_entry(number, link.page.lease_until_ns)
-            link.unfinished.pop(number, None)
-        held = link.held[number]
-        if held.job is not None:
-            self.stock.learn(held.job, message.wall_ns)
-        self._put(outcomes.from_message(link, held, message))
+    def _outcomes(self, link: Link, found: list[Outcome | None]) -> None:
+        works: list[Work] = []
+        times: list[tuple[ClaimedJob, int]] = []
+        for outcome in found:
+            if outcome is None:
+                # The job it is on has written into channel or journal, or its result is unreadable.
+                logger.error("unreadable message, ending the worker", slot=link.slot)
+                self.master.send(messages.Fence(link.incarnation, link.page.current()))
+                continue
+            if (held := link.held.get(outcome.number)) is None:
+                held = link.adopt_entry(outcome.number, link.page.lease_until_ns)
+                link.unfinished.pop(outcome.number, None)
+            if held.job is not None:
+                times.append((held.job, outcome.wall_ns))
+            works.append(outcomes.from_message(link, held, outcome))
+        self.stock.learn(times)
+        self._put(*works)
 
-    def _put(self, work: Work) -> None:
-        self.pending += 1
-        self.recorder.put(work)
+    def _put(self, *works: Work) -> None:
+        if works:
+            self.pending += len(works)
+            self.recorder.put(*works)
 
     def _settle(self, link: Link, exited: messages.Exited) -> None:
         """A worker is dead: what it sent is recorded, what it was on has crashed, the rest is ours again."""
@@ -359,14 +368,13 @@ class Dispatcher:
         link.exited, link.recalling = exited, False
         page, now_ns = link.page, boottime_ns()
         current = page.current()
-        sent = {note.number for note in link.notes}
-        if current in link.held and current not in sent:
+        if current in link.held and not link.unrecorded(current):
             self._ended_with_worker(link, current, exited, now_ns)
         elif current >= 0:
             link.unfinished.pop(current, None)
         self._give_back(link.take_back(*page.unstarted()))
         # An outcome that was "sent" and is not here went elsewhere: the job had put something in the channel's place.
-        lost = [number for number in link.held if number < page.finished and number not in sent]
+        lost = [number for number in link.held if number < page.finished and not link.unrecorded(number)]
         for number in lost if not link.adopted else ():
             self._ended_with_worker(link, number, exited, now_ns)
         link.settling = True
@@ -383,7 +391,7 @@ class Dispatcher:
         self._put(work)
 
     def _maybe_settled(self, link: Link) -> None:
-        if link.settling and not link.held and all(note.recorded for note in link.notes):
+        if link.settling and not link.held and not link.journaled and all(n.recorded for n in link.notes):
             self.master.send(messages.Settled(link.incarnation))
             self._detach(link)
 
@@ -465,16 +473,14 @@ class Dispatcher:
             self.keeper.may_rescue = self.reconciled
         for name, number in counts.items():
             self._count(name, number)
-        touched = set()
+        numbers: dict[int, list[int]] = {}
         for incarnation, number in keys:
-            link = self.links.get(incarnation)
-            if link is not None:
-                link.recorded(number)
-                touched.add(incarnation)
-        for incarnation in touched:
-            link = self.links[incarnation]
-            self._maybe_settled(link)
-            self._maybe_retired(link)
+            numbers.setdefault(incarnation, []).append(number)
+        for incarnation, recorded in numbers.items():
+            if (link := self.links.get(incarnation)) is not None:
+                link.recorded(recorded)
+                self._maybe_settled(link)
+                self._maybe_retired(link)
 
     def _count(self, name: str, number: int) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
@@ -504,9 +510,7 @@ class Dispatcher:
 
     def _lost(self, link: Link, number: int) -> None:
         """Another owner has this job. One whose outcome is on its way to be recorded is looked up there."""
-        if any(note.number == number for note in link.notes):
-            return
-        if link.exited is not None:
+        if link.unrecorded(number) or link.exited is not None:
             return
         logger.warning("lease lost", job_id=str(link.held[number].id), slot=link.slot)
         self.master.send(messages.Fence(link.incarnation, number))
@@ -518,11 +522,12 @@ class Dispatcher:
     def _claimed(self, jobs: list[ClaimedJob], asked_ns: int) -> None:
         certain_ns = asked_ns + int(self.config.daemon.lease_s * 1e9)
         late = boottime_ns() - asked_ns > STALE_S * 1e9
+        refused = late or self.draining or self.handing_over
         for job in jobs:
             held = self.stock.claimed(job, certain_ns)
-            if late or job.type not in self.stock.handlers or self.draining or self.handing_over:
+            if refused or job.type not in self.stock.handlers:
                 self._release(held, "the claim's answer came too late" if late else "not begun")
-            elif (work := outcomes.unsendable(held, boottime_ns())) is not None:
+            elif held.extra_bytes and (work := outcomes.unsendable(held, boottime_ns())) is not None:
                 self._put(work)
             else:
                 self.stock.add(held)

@@ -1,29 +1,35 @@
-"""What the dispatcher holds of one worker: its channel as a journal, its page, and the entries in between.
+"""What the dispatcher holds of one worker: its page, its journal, its channel, and the entries in between.
 
 Run by the dispatcher's main thread. A :class:`Link` knows which entries the worker holds, which outcomes have
 been read and which are recorded, and keeps the page's "lease certain until". It survives the worker (until
-everything of it is settled) and can be rebuilt by a successor from page and journal alone.
+everything of it is settled) and can be rebuilt by a successor from page, journal and channel alone.
 
-Promises: an outcome is consumed from the channel only when it, and all before it, are recorded; never more
-than :data:`OUTSTANDING_MAX` entries are unrecorded, so the page's ring is never overrun and a worker seldom
-waits for room (a socket takes 167 messages of 200 bytes).
+Promises: an outcome is consumed from the journal, or from the channel, only when it, and all before it there, are
+recorded; never more than :data:`OUTSTANDING_MAX` entries are unrecorded, so the page's ring is never overrun, and
+the channel of a worker whose outcomes are large seldom has no room for them (:data:`SENT_MAX`).
+
+Everything is done for a frame or a batch at a time: what stands in a loop here is paid for by every job.
 """
 
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from aqd import channel, messages
-from aqd.channel import ChannelClosed, Journal
+from aqd.channel import ChannelClosed, Peeked
 from aqd.claims import ClaimedJob
+from aqd.journal import Reader
 from aqd.page import ENTRIES, Page
 from aqd.store import Lease, Progress
 
-OUTSTANDING_MAX = 128
+# Entries of one worker that are not recorded: what it does while a batch is being written.
+OUTSTANDING_MAX = 512
+# Outcomes in its channel that are not recorded: a socket takes 167 messages of 200 bytes, 26 of 4 kB.
+SENT_MAX = 128
 # Of a result, whatever the configuration says now: it may have been lowered since the worker was forked.
 RESULT_MAX = 80 << 20
 OUTPUT_MAX = 1 << 20
@@ -33,19 +39,18 @@ INLINE_PAYLOAD = 32 * 1024
 # A job that runs longer than this, and twice its expected time, has the others in its frame taken back.
 STUCK_NS = 20_000_000
 # What an entry takes beside its payload, type and queue.
-_ENTRY_BYTES = 80
+ENTRY_BYTES = 80
 
 
 Pair = tuple[int, int]  # (job id, lease token)
 
 
-@dataclass(slots=True)
-class Held:
+class Held(msgspec.Struct, eq=False):
     """A job of ours: claimed, or found on a predecessor's page (then ``job`` is unknown).
 
     ``certain_ns``: until then its lease certainly holds. ``lost``: somebody else owns it by now. ``cancelled``:
     it is to be ended, and given back if it was not begun.
-    ``expected_ns``: how long it will probably take.
+    ``expected_ns``: how long it will probably take. ``frame_bytes``: what it takes of a frame.
     """
 
     id: int
@@ -57,9 +62,9 @@ class Held:
     max_attempts: int = 0
     memory_kb: int = 0
     flags: int = 0
-    expected_ns: int = 0
     payload_bytes: int = 0
     extra_bytes: int = 0  # tags and meta
+    expected_ns: int = 0
     lost: bool = False
     cancelled: bool = False
 
@@ -68,12 +73,15 @@ class Held:
         """What it takes of a frame."""
         assert self.job is not None
         names = len(self.job.type) + len(self.job.queue)
-        return min(self.payload_bytes, INLINE_PAYLOAD) + self.extra_bytes + names + _ENTRY_BYTES
+        return min(self.payload_bytes, INLINE_PAYLOAD) + self.extra_bytes + names + ENTRY_BYTES
+
+
+Outcome = messages.Done | messages.Broken
 
 
 @dataclass(slots=True)
 class Note:
-    """One message in the journal; ``number`` is -1 for one that is not an outcome."""
+    """One message in the channel; ``number`` is -1 for one that is not an outcome."""
 
     number: int
     recorded: bool
@@ -95,6 +103,8 @@ class Link:
     retiring: bool = False
     recalling: bool = False
     adopted: bool = False
+    closed: bool = False  # its channel: nothing more can come
+    unreadable: bool = False  # its journal
     exited: messages.Exited | None = None
     settling: bool = False
     ordered: bool = False  # the master has been asked for a successor
@@ -102,11 +112,15 @@ class Link:
     exhausted_at: float = 0.0
     overtime: bool = False  # its successor does not come: it serves on
     noted: int = 0  # the sequence of the last note of progress that was stored
-    journal: Journal = field(init=False)
-    notes: deque[Note] = field(default_factory=deque)
+    journal: Reader = field(init=False)
+    # Outcomes in the journal that are not recorded, oldest first: number -> where it begins.
+    journaled: dict[int, int] = field(default_factory=dict)
+    peeked: Peeked = field(init=False)
+    notes: deque[Note] = field(default_factory=deque)  # the same of the channel
 
     def __post_init__(self) -> None:
-        self.journal = Journal(self.channel)
+        self.journal = Reader(self.page)
+        self.peeked = Peeked(self.channel)
 
     @staticmethod
     def open(message: messages.Attach, channel_fd: int, page_fd: int, output_fd: int) -> "Link":
@@ -132,8 +146,14 @@ class Link:
     def room(self) -> int:
         """How many entries it may still be given: the ring's oldest entry that matters is never overwritten
         (recalled ones have used up numbers, too)."""
-        ring = ENTRIES - (self.page.written - min(self.held)) if self.held else ENTRIES
-        return min(OUTSTANDING_MAX - len(self.notes) - len(self.unfinished), ring)
+        if not self.held:
+            return OUTSTANDING_MAX
+        oldest = min(self.held) if self.adopted else next(iter(self.held))
+        return min(
+            OUTSTANDING_MAX - len(self.held),
+            SENT_MAX - len(self.notes),
+            ENTRIES - (self.page.written - oldest),
+        )
 
     def give(self, jobs: list[Held]) -> None:
         """Write the jobs into the page, then send them as one frame.
@@ -141,9 +161,10 @@ class Link:
         Raises :class:`ChannelClosed` or :class:`BlockingIOError`; the entries then stand in the page and
         :attr:`held` all the same, and come back by a recall or the worker's settling.
         """
-        rows = [(job.id, job.token, job.attempt, job.limit_ns, job.memory_kb, job.flags) for job in jobs]
-        first = self.page.write(rows)
-        until = min(job.certain_ns for job in jobs)
+        first = self.page.write(
+            [(job.id, job.token, job.attempt, job.limit_ns, job.memory_kb, job.flags) for job in jobs]
+        )
+        until = min([job.certain_ns for job in jobs])
         self.page.lease_until_ns = min(until, self.page.lease_until_ns) if self.held else until
         entries, fds = [], []
         for number, held in enumerate(jobs, first):
@@ -178,41 +199,81 @@ class Link:
 
     # --- reading
 
-    def outcomes(self) -> Iterator[messages.Up | messages.Done | messages.Broken | None]:
-        """All messages that have not been looked at yet, results from memfds included; None for one that
-        cannot be read (a handler wrote into the channel), which is passed over.
+    @property
+    def has_news(self) -> bool:
+        """Whether the journal has something that was not read."""
+        return self.page.journal_head != self.journal.place
 
-        Raises :class:`ChannelClosed` after the last one of a dead worker.
-        """
-        while True:
+    def read_journal(self) -> list[Outcome | None]:
+        """The outcomes in the journal that have not been looked at yet; None at the end if what follows cannot be
+        read (a handler wrote into it)."""
+        found: list[Outcome | None] = []
+        decode, journaled, unfinished = messages.decode_outcome, self.journaled, self.unfinished
+        finished_ns = 0
+        for begin, data in self.journal.read():
             try:
-                found = self.journal.peek()
-                if found is None:
-                    return
-                message = _read(*found)
+                outcome = decode(data)
+            except msgspec.MsgspecError:
+                self.journal.broken = True
+                break
+            number = outcome.number
+            journaled[number] = begin
+            finished_ns += unfinished.pop(number, 0)
+            found.append(outcome)
+        self.load_ns -= finished_ns
+        if self.journal.broken and not self.unreadable:
+            self.unreadable = True
+            found.append(None)
+        return found
+
+    def read_channel(self) -> list[Outcome | None]:
+        """The same of its channel, results from memfds included; None for each message that cannot be read, which
+        is passed over. Sets :attr:`closed` after the last one of a dead worker."""
+        found: list[Outcome | None] = []
+        while not self.closed:
+            try:
+                data = self.peeked.peek()
+                if data is None:
+                    break
+                message = _read(*data)
+            except ChannelClosed:
+                self.closed = True
+                break
             except (ValueError, msgspec.MsgspecError):
                 message = None
-            if message is None or isinstance(message, messages.Up):
-                self.notes.append(Note(-1, True))
-                self._consume()
-            else:
+            if isinstance(message, Outcome):
                 self.notes.append(Note(message.number, False))
                 self.load_ns -= self.unfinished.pop(message.number, 0)
-            yield message
+                found.append(message)
+            else:
+                self.notes.append(Note(-1, True))
+                self._consume()
+                if message is None:
+                    found.append(None)
+        return found
 
-    def recorded(self, number: int) -> None:
-        """The outcome (or the end) of this entry is settled."""
-        self.held.pop(number, None)
-        self.load_ns -= self.unfinished.pop(number, 0)
-        for note in self.notes:
-            if note.number == number:
-                note.recorded = True
-                break
+    def unrecorded(self, number: int) -> bool:
+        """Whether its outcome was read, and is being recorded."""
+        return number in self.journaled or any(note.number == number for note in self.notes)
+
+    def recorded(self, numbers: Iterable[int]) -> None:
+        """The outcomes (or the ends) of these entries are settled."""
+        held, journaled, unfinished = self.held, self.journaled, self.unfinished
+        for number in numbers:
+            held.pop(number, None)
+            if number in unfinished:
+                self.load_ns -= unfinished.pop(number)
+            if journaled.pop(number, None) is None:
+                for note in self.notes:
+                    if note.number == number:
+                        note.recorded = True
+                        break
+        self.journal.consume(next(iter(journaled.values()), self.journal.place))
         self._consume()
 
     def _consume(self) -> None:
         while self.notes and self.notes[0].recorded:
-            self.journal.consume()
+            self.peeked.consume()
             self.notes.popleft()
 
     # --- taking back
@@ -284,7 +345,7 @@ class Link:
     def adopt(self) -> bool:
         """Rebuild from the page what a predecessor left; whether something unstarted must be recalled.
 
-        To be called before :meth:`outcomes`: what is finished by now either still lies in the journal, and
+        To be called before anything is read: what is finished by now either still lies in journal or channel, and
         turns up there (then :meth:`adopt_entry`), or was recorded and consumed.
         """
         page = self.page
@@ -302,23 +363,23 @@ class Link:
         return last > first
 
     def consumed_before(self, finished: int) -> list[int]:
-        """Adopted entries below ``finished``, read from the page *before* the journal was read to its end,
-        whose outcome is not in it: the predecessor had recorded and consumed it."""
-        noted = {note.number for note in self.notes}
-        return [number for number in self.held if number < finished and number not in noted]
+        """Adopted entries below ``finished``, read from the page *before* journal and channel were read to their ends,
+        whose outcome is in neither: the predecessor had recorded and consumed it."""
+        return [number for number in self.held if number < finished and not self.unrecorded(number)]
 
-    def adopt_entry(self, number: int, certain_ns: int) -> None:
+    def adopt_entry(self, number: int, certain_ns: int) -> Held:
         entry = self.page.entry(number)
-        self.held[number] = Held(entry.job_id, entry.token, entry.attempt, certain_ns)
+        self.held[number] = held = Held(entry.job_id, entry.token, entry.attempt, certain_ns)
         self.unfinished[number] = 0
+        return held
 
 
-def _read(data: bytes, fds: list[int]) -> messages.Up | messages.Done | messages.Broken:
+def _read(data: bytes, fds: list[int]) -> messages.FromWorker:
     message = messages.decode_from_worker(data)
     try:
         if isinstance(message, messages.Done) and message.result is None:
             message.result = _from_next(fds, RESULT_MAX).decode()
-        if not isinstance(message, messages.Up) and message.output is None:
+        if isinstance(message, Outcome) and message.output is None:
             message.output = _from_next(fds, OUTPUT_MAX)
     finally:
         for fd in fds:
@@ -332,4 +393,4 @@ def _from_next(fds: list[int], limit: int) -> bytes:
     return channel.from_memfd(fds.pop(0), limit)
 
 
-__all__ = ["INLINE_PAYLOAD", "ChannelClosed", "Held", "Link", "Note"]
+__all__ = ["INLINE_PAYLOAD", "ChannelClosed", "Held", "Link", "Note", "Outcome"]

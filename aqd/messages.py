@@ -12,14 +12,15 @@ dispatcher → master    :class:`Hello`, :class:`Recall`, :class:`Retired`, :cla
                        :class:`Cancel`, :class:`Recycle`, :class:`Watch`, :class:`Report`, :class:`Counted`,
                        :class:`Seen`, :class:`Drained`
 dispatcher → worker    :class:`Frame` (+ memfds of large payloads)
-worker → dispatcher    :class:`Up`, :class:`Done`, :class:`Broken` (+ memfds of a large result, a long output)
+worker → dispatcher    :class:`Up`, :class:`Bell`, :class:`Done`, :class:`Broken` (+ memfds of a large result, a
+                       long output); the two last ones in the journal (:mod:`aqd.journal`) if they are small
 =====================  ==========================================================================
 
 ``incarnation`` names one life of one worker, never reused by a master; ``number`` an entry of its page.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -275,6 +276,10 @@ class Up(_Message):
     pid: int
 
 
+class Bell(_Message):
+    """There is something in the journal."""
+
+
 class Done(_Message):
     """Entry ``number`` returned. ``result``: JSON text, None if it comes as a memfd, "" for none. ``output``: the
     end of what the job wrote, if its handler keeps it; None if it comes as the next memfd, b"" for none."""
@@ -314,7 +319,7 @@ ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire
 FromDispatcher = (
     Hello | Recall | Retired | Settled | Fence | Cancel | Recycle | Watch | Report | Counted | Seen | Drained
 )
-FromWorker = Up | Done | Broken
+FromWorker = Up | Bell | Done | Broken
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_loader: Callable[[bytes], ToLoader] = msgspec.msgpack.Decoder(ToLoader).decode
@@ -322,4 +327,6 @@ decode_from_loader: Callable[[bytes], FromLoader] = msgspec.msgpack.Decoder(From
 decode_to_dispatcher: Callable[[bytes], ToDispatcher] = msgspec.msgpack.Decoder(ToDispatcher).decode
 decode_from_dispatcher: Callable[[bytes], FromDispatcher] = msgspec.msgpack.Decoder(FromDispatcher).decode
 decode_frame: Callable[[bytes], Frame] = msgspec.msgpack.Decoder(Frame).decode
+decode_outcome: Callable[[bytes], Done | Broken] = msgspec.msgpack.Decoder(Done | Broken).decode
 decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
+BELL: Final = encode(Bell())

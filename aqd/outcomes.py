@@ -10,7 +10,7 @@ from aqd.links import Held, Link
 from aqd.output import text
 from aqd.page import StopReason
 from aqd.process import ExitStatus
-from aqd.recorder import About, Completed, Failed, Released
+from aqd.recorder import Completed, Failed, Released, about
 
 Work = Completed | Failed | Released
 
@@ -57,13 +57,15 @@ def unsendable(held: Held, now_ns: int) -> Failed | None:
         now_ns,
         crashes=held.job.crashes,
         reason="too_large",
-        about=_about(held),
+        about=about(held),
     )
 
 
 def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
     key = (link.incarnation, message.number)
+    if isinstance(message, messages.Done):
+        return Completed(key, held, message)
     ended_ns = message.started_ns + message.wall_ns
     figures: dict[str, Any] = {
         "wall_s": message.wall_ns / 1e9,
@@ -71,17 +73,6 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
         "peak_kb": message.peak_kb,
         "output": text(message.output) if message.output else None,
     }
-    if isinstance(message, messages.Done):
-        return Completed(
-            key,
-            held.id,
-            held.token,
-            held.attempt,
-            message.result or None,
-            ended_ns,
-            about=_about(held),
-            **figures,
-        )
     if message.kind in ("interrupted", "unstarted"):
         why = message.error or "the lease was not certain any more"
         begun = message.kind == "interrupted"
@@ -94,7 +85,7 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
             ended_ns,
             message.reason,
             message.traceback or None,
-            about=_about(held),
+            about=about(held),
             **(figures if begun else {}),
         )
     return Failed(
@@ -109,7 +100,7 @@ def from_message(link: Link, held: Held, message: messages.Done | messages.Broke
         ended_ns=ended_ns,
         retry_after_s=message.retry_after_s if message.retry_after_s >= 0 else None,
         reason=message.reason,
-        about=_about(held),
+        about=about(held),
         **figures,
     )
 
@@ -148,7 +139,7 @@ def from_exit(
         "signal": exited.signal,
     }
     if kind == "interrupted":
-        return Released(key, held.id, held.token, True, error, now_ns, reason, about=_about(held), **figures)
+        return Released(key, held.id, held.token, True, error, now_ns, reason, about=about(held), **figures)
     return Failed(
         key,
         held.id,
@@ -161,7 +152,7 @@ def from_exit(
         ended_ns=now_ns,
         exit_code=exited.code,
         reason=reason,
-        about=_about(held),
+        about=about(held),
         **figures,
     )
 
@@ -173,11 +164,6 @@ def _unasked(exited: messages.Exited, how: ExitStatus) -> tuple[str, str]:
     if exited.oom:
         return "oom", f"worker killed by {how}, while the kernel's OOM killer was at work"
     return "signal", f"worker killed by {how}"
-
-
-def _about(held: Held) -> About | None:
-    """What the figures count it under, if this dispatcher has claimed the job itself."""
-    return None if held.job is None else About(held.job.queue, held.job.type, held.job.waited_s)
 
 
 def _known(held: Held) -> dict[str, Any]:

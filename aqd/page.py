@@ -11,12 +11,13 @@ Layout: native 8-byte words (``memoryview.cast("Q")``; such stores never tore in
 block       writer      words
 ==========  ==========  =================================================================================
 0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
-1           dispatcher  written, lease_until
+1           dispatcher  written, lease_until, journal_tail
 2           worker      pid, started, finished, started_at, turns, returned, cpu_at, output_at
-3           worker      note_sequence, note_entry, note_percent, note_length, memory_at
+3           worker      note_sequence, note_entry, note_percent, note_length, memory_at, journal_head
 4…          dispatcher  the frame table: a ring of :data:`ENTRIES` ×
                         (job id, token, attempt, limit, memory limit, flags)
 after it    worker      the note's text, :data:`NOTE_BYTES`
+after it    worker      the journal, :data:`JOURNAL_BYTES`: see :mod:`aqd.journal`
 ==========  ==========  =================================================================================
 
 Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands at ``k % ENTRIES``.
@@ -25,8 +26,8 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   that dies in between leaves a table that claims too much, never too little.
 * ``started``/``finished``: the worker has begun/ended all entries below. ``started > finished`` means that
   it is on entry ``started - 1`` since ``started_at``; ``started_at`` is stored *before* ``started``.
-  ``finished`` is stored after the outcome was sent; ``returned`` before: from then on the worker may wait for
-  room in its channel, which is not the job's time.
+  ``finished`` is stored after the outcome stood in the journal (or was sent); ``returned`` before: from then on the
+  worker may wait for room in its channel, which is not the job's time.
 * ``cpu_at``, ``output_at``: what the process had used, and written to its output, when the entry began; stored
   before ``started``. With them an attempt is accounted for after the worker's death.
 * ``memory_at``: what the process and its helpers held (:func:`aqd.memory.held_kb`) when the present entry began, if that
@@ -39,28 +40,34 @@ Entries are numbered 0, 1, 2, … for the worker's whole life; entry *k* stands 
   enough.
 
 All moments are CLOCK_BOOTTIME in nanoseconds; limit 0 means none.
+
+Memory that was never touched costs nothing: an idle worker's page is 8 kB of its :data:`SIZE`.
 """
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from itertools import chain
 from typing import Final
 
 from aqd import memory
 
-ENTRIES: Final = 256
+# More than are outstanding (aqd/links.py): what a recall took back has used up numbers, too.
+ENTRIES: Final = 1024
 _WORDS_PER_ENTRY: Final = 6
 _MEMORY_LIMIT: Final = 4  # its place in an entry
 _TABLE: Final = 32
 _NOTE_AT: Final = (_TABLE + ENTRIES * _WORDS_PER_ENTRY) * 8
 # UTF-8 bytes of a progress message.
 NOTE_BYTES: Final = 256
-SIZE: Final = 4 * 4096
-_MAGIC: Final = 0x6171642D70616732  # "aqd-pag2"
-
-assert _NOTE_AT + NOTE_BYTES <= SIZE
+JOURNAL_AT: Final = -(-(_NOTE_AT + NOTE_BYTES) // 4096) * 4096
+# An outcome without a result takes some 50 bytes.
+JOURNAL_BYTES: Final = 256 * 1024
+SIZE: Final = JOURNAL_AT + JOURNAL_BYTES
+_MAGIC: Final = 0x6171642D70616733  # "aqd-pag3"
 
 
 class StopReason(IntEnum):
@@ -114,13 +121,13 @@ def _row(number: int) -> int:
 
 
 class Page:
-    """A mapped page. Each property notes its one writer."""
+    """A mapped page. Each property notes its one writer. ``memory``: all of it, for :mod:`aqd.journal`."""
 
-    __slots__ = ("_map", "_words")
+    __slots__ = ("_words", "memory")
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, SIZE)
-        self._words = memoryview(self._map).cast("Q")
+        self.memory = mmap.mmap(fd, SIZE)
+        self._words = memoryview(self.memory).cast("Q")
         if self._words[0] != _MAGIC:
             self.close()
             raise ValueError("not a page of this version of aqd")
@@ -136,7 +143,7 @@ class Page:
 
     def close(self) -> None:
         self._words.release()
-        self._map.close()
+        self.memory.close()
 
     @property
     def incarnation(self) -> int:
@@ -194,19 +201,30 @@ class Page:
     def lease_until_ns(self, value: int) -> None:
         self._words[9] = value
 
-    def write(self, entries: list[Row]) -> int:
+    @property
+    def journal_tail(self) -> int:
+        """What stands in the journal before this place is recorded. Writer: dispatcher."""
+        return self._words[10]
+
+    @journal_tail.setter
+    def journal_tail(self, value: int) -> None:
+        self._words[10] = value
+
+    def write(self, rows: Sequence[Row]) -> int:
         """Append rows; returns the first one's number.
 
         Writer: dispatcher, which keeps ``written`` less than :data:`ENTRIES` above what is recorded.
         """
         words = self._words
-        first = number = words[8]
-        for row in entries:
-            at = _row(number)
-            for offset, word in enumerate(row):
-                words[at + offset] = word
-            number += 1
-        words[8] = number
+        first = words[8]
+        place = first % ENTRIES
+        before_end = ENTRIES - place
+        for at, part in ((place, rows[:before_end]), (0, rows[before_end:])):
+            if part:
+                flat = array("Q", chain.from_iterable(part))
+                start = _TABLE + at * _WORDS_PER_ENTRY
+                words[start : start + len(flat)] = flat
+        words[8] = first + len(rows)
         return first
 
     def entry(self, number: int) -> Entry:
@@ -256,6 +274,15 @@ class Page:
         """What the worker and its helpers held when the present entry began; only for an entry with a memory limit."""
         return self._words[28]
 
+    @property
+    def journal_head(self) -> int:
+        """What stands in the journal before this place is whole. Writer: worker."""
+        return self._words[29]
+
+    @journal_head.setter
+    def journal_head(self, value: int) -> None:
+        self._words[29] = value
+
     def begin(
         self, number: int, now_ns: int, cpu_us: int = 0, output_at: int = 0, helpers: Iterable[int] = ()
     ) -> None:
@@ -269,7 +296,7 @@ class Page:
         words[17] = number + 1
 
     def end(self, number: int) -> None:
-        """The outcome of entry ``number`` has been sent."""
+        """The outcome of entry ``number`` stands in the journal, or has been sent."""
         words = self._words
         words[18] = number + 1
         words[20] += 1
@@ -289,7 +316,7 @@ class Page:
         words[25] = number + 1
         words[26] = 0 if percent is None else 1 + round(max(0.0, min(percent, 100.0)) * 100)
         words[27] = len(text)
-        self._map[_NOTE_AT : _NOTE_AT + len(text)] = text
+        self.memory[_NOTE_AT : _NOTE_AT + len(text)] = text
         words[24] = sequence + 1
 
     def note(self) -> Note | None:
@@ -299,7 +326,7 @@ class Page:
         if not sequence or sequence % 2:
             return None
         number, percent, length = words[25] - 1, words[26], min(words[27], NOTE_BYTES)
-        text = self._map[_NOTE_AT : _NOTE_AT + length]
+        text = self.memory[_NOTE_AT : _NOTE_AT + length]
         if words[24] != sequence:
             return None
         message = text.decode("utf-8", "ignore")  # a character may have been cut in two

@@ -15,18 +15,20 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import psycopg
 
-from aqd import log, retry, store
+from aqd import log, messages, output, retry, store
 from aqd.config import Config
 from aqd.database import Connection
 from aqd.errors import WorldError
 from aqd.figures import OTHER, Attempt, Figures
 from aqd.hookspecs import HandlerInfo
+from aqd.links import Held
 from aqd.process import boottime_ns
 from aqd.sessions import PAUSE_MAX_S, Session
 from aqd.store import Completion, Failure, JobFacts, Lease, Progress, Release
@@ -53,21 +55,25 @@ class About(NamedTuple):
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """Entry ``key`` returned. ``ended_ns``: boot time. ``about`` is None if the job came from a predecessor."""
+def about(held: Held) -> About | None:
+    """That of a job which this dispatcher has claimed itself; of a predecessor's it is not known."""
+    return None if held.job is None else About(held.job.queue, held.job.type, held.job.waited_s)
+
+
+class Completed(msgspec.Struct, frozen=True):
+    """Entry ``key`` returned: what we held and what its worker says. Of thousands a second, hence by reference."""
 
     key: Key
-    id: int
-    token: int
-    attempt: int
-    result: str | None
-    ended_ns: int
-    wall_s: float
-    cpu_s: float
-    peak_kb: int
-    output: str | None = None
-    about: About | None = None
+    held: Held
+    done: messages.Done
+
+    @property
+    def id(self) -> int:
+        return self.held.id
+
+    @property
+    def about(self) -> About | None:
+        return about(self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +205,13 @@ class Recorder(threading.Thread):
         # Of these, one in the queue is enough, however long the database is away.
         self.renewal_waits = self.reconciliation_waits = False
         self._tell = tell
-        self._queue: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Sequence[Work]] = queue.SimpleQueue()
         self._rng = random.Random()
 
     # --- for the main thread
 
-    def put(self, work: Work) -> None:
+    def put(self, *work: Work) -> None:
+        """Many at a time: each call may wake the thread, which then wants the interpreter's lock."""
         self._queue.put(work)
 
     # --- the thread
@@ -226,11 +233,11 @@ class Recorder(threading.Thread):
                     self.session.run(lambda _: None)
             timeout = None if self.session.connection else self.session.pause_s() or 1.0
             with contextlib.suppress(queue.Empty):
-                batch = [self._queue.get(timeout=timeout)]
+                batch = list(self._queue.get(timeout=timeout))
                 break
         while len(batch) < BATCH_MAX:
             try:
-                batch.append(self._queue.get_nowait())
+                batch += self._queue.get_nowait()
             except queue.Empty:
                 break
         return batch
@@ -274,8 +281,7 @@ class Recorder(threading.Thread):
         except Exception:
             logger.exception("outcomes cannot be written", number=len(items))
             pause_s = 2.0
-        for item in items:
-            self._queue.put(item)
+        self._queue.put(items)
         time.sleep(pause_s)
 
     def _on_connect(self, connection: Connection) -> None:
@@ -288,14 +294,34 @@ class Recorder(threading.Thread):
         now = boottime_ns()
         rows = [
             Completion(
-                i.id, i.token, i.result, (now - i.ended_ns) / 1e9, i.wall_s, i.cpu_s, i.peak_kb, i.output
+                item.held.id,
+                item.held.token,
+                done.result or None,
+                (now - done.started_ns - done.wall_ns) / 1e9,
+                done.wall_ns / 1e9,
+                done.cpu_us / 1e6,
+                done.peak_kb,
+                output.text(done.output) if done.output else None,
             )
-            for i in items
+            for item in items
+            for done in (item.done,)
         ]
-        labels = self._labels(items)
-        done = self.session.run(store.record_completed, rows)
-        self._count(items, dict.fromkeys(done, "COMPLETED"), labels)
-        self._after(items, done, "completed")
+        labels = self._labels([item for item in items if item.held.job is None])
+        recorded = self.session.run(store.record_completed, rows)
+        self.figures.completed(
+            (
+                job.queue,
+                job.type,
+                item.done.wall_ns // 1000,
+                max(job.claimed_at_us - max(job.run_at_us, job.created_at_us), 0),
+            )
+            for item in items
+            if (job := item.held.job) is not None and item.held.id in recorded
+        )
+        if labels:
+            adopted = [item for item in items if item.held.job is None]
+            self._count(adopted, dict.fromkeys(recorded, "COMPLETED"), labels)
+        self._after(items, recorded, "completed")
 
     def _record_failed(self, items: Sequence[Failed]) -> None:
         unknown = [i for i in items if i.max_attempts is None]
@@ -413,7 +439,7 @@ class Recorder(threading.Thread):
             released = self.session.run(store.reconcile, self.node_id, work.held, age_s)
         except (psycopg.Error, WorldError):
             if work.first:
-                self._queue.put(work)
+                self.put(work)
                 time.sleep(self.session.pause_s() or 0.2)
             return
         if released:
@@ -422,8 +448,11 @@ class Recorder(threading.Thread):
             self._tell(Reconciled())
 
     def _after(
-        self, items: Sequence[Completed | Failed | Released], done: Container[int], kind: str | None
+        self, items: Sequence[Completed | Failed | Released], done: Collection[int], kind: str | None
     ) -> None:
+        if kind is not None and len(done) == len(items):
+            self._settle([i.key for i in items], {kind: len(items)})
+            return
         counts: dict[str, int] = {}
         for item in items:
             if item.id in done:
@@ -450,14 +479,18 @@ class Recorder(threading.Thread):
         for item in items:
             if (state := states.get(item.id)) is None:
                 continue
-            about = item.about or labels.get(item.id) or About(OTHER, OTHER, 0.0)
+            label = item.about or labels.get(item.id) or About(OTHER, OTHER, 0.0)
             if isinstance(item, Completed):
                 outcome, reason = "completed", ""
+                wall_s: float | None = item.done.wall_ns / 1e9
             else:
                 reason = item.reason if isinstance(item, Failed) else item.reason_code
                 again = "interrupted" if isinstance(item, Released) else "retried"
-                outcome = {"FAILED": "failed", "CANCELLED": "cancelled"}.get(state, again)
-            attempts.append(Attempt(about.queue, about.type, outcome, reason, item.wall_s, about.waited_s))
+                outcome, wall_s = (
+                    {"FAILED": "failed", "CANCELLED": "cancelled"}.get(state, again),
+                    item.wall_s,
+                )
+            attempts.append(Attempt(label.queue, label.type, outcome, reason, wall_s, label.waited_s))
         self.figures.attempts(attempts)
 
     def _settle(self, keys: list[Key], counts: dict[str, int]) -> None:

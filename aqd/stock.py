@@ -12,9 +12,9 @@ generation's handlers say. A worker is given no more jobs than it may run, unles
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 from aqd import messages
 from aqd.assign import Budget, Estimates
@@ -35,6 +35,16 @@ FRESH_LIMIT_S: Final = 10.0
 SUCCESSOR_LIMIT_S: Final = 10.0
 # The successor of a worker that may run n jobs is ordered when n / 10 are left.
 ORDER_AHEAD: Final = 10
+
+
+class _Rules(NamedTuple):
+    """What holds for the jobs of a type, by its handler and the configuration."""
+
+    limit_ns: int
+    max_attempts: int
+    memory_kb: int
+    flags: Flag
+    one_shot: bool
 
 
 class _Row:
@@ -65,6 +75,7 @@ class Stock:
     ) -> None:
         self.config = config
         self.handlers: dict[str, HandlerInfo] = {}
+        self._rules: dict[str, _Rules] = {}
         self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
         self.budget = Budget(int(config.daemon.frame_ms * 1e6))
         self._release, self._recall, self._tell = release, recall, tell
@@ -90,6 +101,7 @@ class Stock:
     def serve(self, handlers: dict[str, HandlerInfo]) -> None:
         """From now on these; what waits is sorted again, what no handler is left for is given back."""
         self.handlers = handlers
+        self._rules.clear()
         self.estimates.keep(handlers)
         waiting = [(held, held.job) for held in self if held.job is not None]
         for row in self._rows():
@@ -103,30 +115,52 @@ class Stock:
 
     def claimed(self, job: ClaimedJob, certain_ns: int) -> Held:
         """What the node holds of a claimed job."""
-        held = Held(job.id, job.token, job.attempt, certain_ns, job)
-        self._limit(held, job)
-        held.payload_bytes = _bytes(job.payload)
+        rules = self._rules_of(job.type)
+        payload = job.payload
+        held = Held(
+            job.id,
+            job.token,
+            job.attempt,
+            certain_ns,
+            job,
+            int(job.timeout_s * 1e9) if job.timeout_s else rules.limit_ns,
+            job.max_attempts or rules.max_attempts,
+            rules.memory_kb,
+            rules.flags,
+            len(payload) if payload.isascii() else len(payload.encode()),
+        )
         if job.meta or job.tags:
             held.extra_bytes = _bytes(job.meta or "") + _bytes(job.tags or "")
         return held
 
     def _limit(self, held: Held, job: ClaimedJob) -> None:
-        """The job's own limits, else its handler's, else the configuration's."""
-        handler, defaults = self.handlers.get(job.type), self.config.jobs
-        limit_s = job.timeout_s or (handler and handler.timeout_s) or defaults.timeout_s
-        memory_mb = (handler and handler.memory_limit_mb) or defaults.memory_limit_mb
-        held.limit_ns = int(limit_s * 1e9)
-        held.memory_kb = memory_mb * 1024
-        held.max_attempts = job.max_attempts or (handler and handler.max_attempts) or defaults.max_attempts
-        held.flags = Flag.DETACH if handler and handler.detach else Flag.NONE
+        """By the present generation's handlers."""
+        rules = self._rules_of(job.type)
+        held.limit_ns = int(job.timeout_s * 1e9) if job.timeout_s else rules.limit_ns
+        held.max_attempts = job.max_attempts or rules.max_attempts
+        held.memory_kb, held.flags = rules.memory_kb, rules.flags
+
+    def _rules_of(self, type: str) -> _Rules:
+        """The handler's limits, else the configuration's: for a job that has none of its own."""
+        if (rules := self._rules.get(type)) is None:
+            handler, defaults = self.handlers.get(type), self.config.jobs
+            rules = _Rules(
+                int(((handler and handler.timeout_s) or defaults.timeout_s) * 1e9),
+                (handler and handler.max_attempts) or defaults.max_attempts,
+                ((handler and handler.memory_limit_mb) or defaults.memory_limit_mb) * 1024,
+                Flag.DETACH if handler and handler.detach else Flag.NONE,
+                handler is not None and handler.one_shot,
+            )
+            if handler is not None:  # of what is unknown there may be any number
+                self._rules[type] = rules
+        return rules
 
     def add(self, held: Held, *, first: bool = False) -> None:
         """``first``: before the others, because it has waited already (perhaps since an older generation)."""
         assert held.job is not None
         if first:
             self._limit(held, held.job)
-        handler = self.handlers.get(held.job.type)
-        alone = handler is not None and handler.one_shot
+        alone = self._rules_of(held.job.type).one_shot
         row = self._single if alone else self._ready[self.shares.pool_of(held.job.queue)]
         if first:
             row.jobs.appendleft(held)
@@ -204,11 +238,15 @@ class Stock:
         usable = sum(1 for link in links if not link.exhausted or link.unfinished)
         return usable - len(busy), self.shares.count(busy)
 
-    def learn(self, job: ClaimedJob, wall_ns: int) -> None:
-        """How long a job took."""
-        self.estimates.learn(job.type, wall_ns)
-        if self.shares:
-            self._means[self.shares.pool_of(job.queue)].learn(job.type, wall_ns)
+    def learn(self, jobs: Iterable[tuple[ClaimedJob, int]]) -> None:
+        """How long jobs took, in nanoseconds."""
+        times: dict[tuple[str, str], list[int]] = {}
+        for job, wall_ns in jobs:
+            times.setdefault((job.queue, job.type), []).append(wall_ns)
+        for (queue, type), walls_ns in times.items():
+            self.estimates.learn(type, *walls_ns)
+            if self.shares:
+                self._means[self.shares.pool_of(queue)].learn(type, *walls_ns)
 
     def demand(self, links: Collection[Link]) -> Wish:
         """How many jobs to claim now."""
@@ -326,10 +364,10 @@ class Stock:
         return self.shares.pool_of(held.job.queue if held.job is not None else COMMON)
 
     def _certain(self, jobs: list[Held], fresh_ns: int) -> list[Held]:
-        for held in jobs:
-            if held.certain_ns <= fresh_ns:
-                self._release(held, "the lease was not certain any more")
-        return [held for held in jobs if held.certain_ns > fresh_ns]
+        stale = [held for held in jobs if held.certain_ns <= fresh_ns]
+        for held in stale:
+            self._release(held, "the lease was not certain any more")
+        return [held for held in jobs if held.certain_ns > fresh_ns] if stale else jobs
 
     def _send(self, link: Link, jobs: list[Held]) -> None:
         if any(held.memory_kb for held in jobs):

@@ -1,14 +1,14 @@
 """A worker: one process, one job at a time, forked from a loader's warm image.
 
-It receives frames of jobs over its channel, runs each by its handler and sends one outcome for each. It
-talks to nobody else: no database, no ids of its own, no lease. What it is on stands in its page
+It receives frames of jobs over its channel, runs each by its handler and writes one outcome for each into its
+journal (:mod:`aqd.journal`; a large one is sent). It talks to nobody else: no database, no ids of its own, no lease. What it is on stands in its page
 (:mod:`aqd.page`), where the master and the dispatcher see it even when it is dead.
 
-Promises: an outcome is sent before the page says that the job is finished; whatever a handler raises,
+Promises: an outcome is in the journal before the page says that the job is finished; whatever a handler raises,
 returns or leaves behind, the loop goes on or the process ends; a child that a handler forked and let escape
 never runs the loop; failure records are bounded, printable text; what a job printed, started, blocked or
 closed is put right before the next one begins (descriptors 0 to 2, ``sys``'s streams, helpers, and what
-:mod:`aqd.tidy` says), and an outcome is sent only when the job's helpers are dead, so that a retry cannot meet them.
+:mod:`aqd.tidy` says), and an outcome is told only when the job's helpers are dead, so that a retry cannot meet them.
 
 Ends: by ``os._exit`` (a normal exit takes 100 ms and more with a large heap): 0 at the end of its channel and
 after a one-shot job, :data:`aqd.errors.Exit.ORPHANED` when its master is gone, ``CHANNEL`` when it is sent
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from aqd import channel, confine, log, messages, output, plugins, process
+from aqd import channel, confine, journal, log, messages, output, plugins, process
 from aqd.config import Config
 from aqd.errors import Discard, Exit, InputError, JobCancelled, JobInterrupted, JobTimeout, Retry, StopJob
 from aqd.failures import Explained, describe
@@ -53,6 +53,9 @@ IDLE_TURN_MS = 5000
 # What a result, and what an output, may take inside the outcome itself; a larger one travels as a memfd. A
 # socket takes 167 messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
 INLINE_RESULT = 2 * 1024
+# An outcome is told of at the end of its frame; before the next job is begun if it has waited for so long. The
+# dispatcher looks for itself, too, but less often.
+ANNOUNCE_NS = 1_000_000
 _SO_COOKIE = 57  # socket(7)
 # Offsets in the output only grow. 1 TiB at 500 MiB/s takes half an hour.
 OUTPUT_LENGTH_MAX = 1 << 40
@@ -137,6 +140,8 @@ class Worker:
         self._helpers_cpu_us = self._helpers_peak_kb = 0
         self._peak_fd = -1
         self._cookie = self._channel_cookie()
+        self._journal = journal.Writer(page)
+        self._unannounced_ns = 0  # since when there has been something in the journal that was not told
 
     # --- life
 
@@ -257,7 +262,9 @@ class Worker:
                     payload = channel.from_memfd(fds.pop(0), 1 << 30).decode()
                 self._run(entry, payload)
                 if self._leaving is not None:
+                    self._announce()
                     return self._leaving
+            self._announce()
             setproctitle(f"{self._title} [idle]")
 
     def _run(self, entry: messages.JobEntry, payload: str) -> None:
@@ -268,6 +275,8 @@ class Worker:
             self.streams.clear()
             self._printed = 0
         started_ns = boottime_ns()
+        if self._unannounced_ns and started_ns - self._unannounced_ns > ANNOUNCE_NS:
+            self._announce()
         lease_until = self.page.lease_until_ns
         cpu_us = _own_cpu_us() + self._helpers_cpu_us
         self.page.begin(entry.number, started_ns, cpu_us, self._printed, self.helpers.standing())
@@ -383,10 +392,22 @@ class Worker:
                     ending.reason,
                     printed,
                 )
-            channel.send(self.channel, messages.encode(message), fds)
+            data = messages.encode(message)
+            if fds or not self._journal.append(data):
+                channel.send(self.channel, data, fds)
+            elif not self._unannounced_ns:
+                self._unannounced_ns = figures[0] + figures[1]
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _announce(self) -> None:
+        """Say that there is something in the journal."""
+        if self._unannounced_ns:
+            self._unannounced_ns = 0
+            # A channel that is full has told the dispatcher already.
+            with contextlib.suppress(BlockingIOError):
+                channel.send(self.channel, messages.BELL, flags=socket.MSG_DONTWAIT)
 
     # --- one attempt
 

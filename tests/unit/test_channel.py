@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from aqd import channel
-from aqd.channel import MAX_MESSAGE, ChannelClosed, Journal, Peer
+from aqd.channel import MAX_MESSAGE, ChannelClosed, Peeked, Peer
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_after_a_death_with_an_unread_message_all_it_had_sent_still_comes(ends):
 
 def test_a_journal_peeks_in_order_and_forgets_only_what_is_consumed(ends):
     ours, theirs = ends
-    journal = Journal(theirs)
+    journal = Peeked(theirs)
     assert journal.peek() is None
     for n in range(4):
         channel.send(ours, b"%d" % n * (n + 1))
@@ -155,7 +155,7 @@ def test_a_journal_peeks_in_order_and_forgets_only_what_is_consumed(ends):
     assert journal.peek() is None
     channel.send(ours, b"later")
     assert journal.peek() == (b"later", [])
-    successor = Journal(theirs)
+    successor = Peeked(theirs)
     assert successor.peek() == (b"3333", [])
     assert successor.peek() == (b"later", [])
 
@@ -171,13 +171,13 @@ def test_the_journal_survives_the_death_of_its_reader_and_of_its_writer(ends):
     ours.close()
 
     def reader():
-        journal = Journal(theirs)
+        journal = Peeked(theirs)
         for _ in range(4):
             assert journal.peek() is not None
         journal.consume()
 
     in_child(reader)
-    successor = Journal(theirs)
+    successor = Peeked(theirs)
     found = [successor.peek() for _ in range(4)]
     assert found == [(b"outcome %d" % n, []) for n in range(1, 5)]
     with pytest.raises(ChannelClosed):
@@ -192,11 +192,11 @@ def test_descriptors_in_the_journal_are_there_for_the_successor_too(ends):
     channel.send(ours, b"done too")
 
     def reader():
-        _, (got,) = Journal(theirs).peek()
+        _, (got,) = Peeked(theirs).peek()
         assert channel.from_memfd(got, 100) == b"a large result"
 
     in_child(reader)
-    successor = Journal(theirs)
+    successor = Peeked(theirs)
     data, (got,) = successor.peek()
     assert data == b"done"
     assert not os.get_inheritable(got)
@@ -208,7 +208,7 @@ def test_descriptors_in_the_journal_are_there_for_the_successor_too(ends):
 def test_consuming_wakes_nobody_and_a_new_message_does(ends):
     """Edge-triggered: outcomes that wait to be recorded must not make the loop spin."""
     ours, theirs = ends
-    journal = Journal(theirs)
+    journal = Peeked(theirs)
     with select.epoll() as epoll:
         epoll.register(theirs, select.EPOLLIN | select.EPOLLET)
         channel.send(ours, b"one")
@@ -226,7 +226,7 @@ def test_what_a_worker_may_have_outstanding_fits_into_its_socket(ends):
     """The writer blocks when the reader only peeks; 100 outcomes (a frame) must always fit."""
     ours, theirs = ends
     ours.setblocking(False)
-    journal = Journal(theirs)
+    journal = Peeked(theirs)
     for n in range(200):
         channel.send(ours, b"%064d" % n)
         assert journal.peek() is not None

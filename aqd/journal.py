@@ -1,0 +1,112 @@
+"""The journal: outcomes of one worker, in the memory that it shares with the master and the dispatcher.
+
+A ring behind the page (:mod:`aqd.page`). The worker appends the outcome of every job as soon as it is known, which
+costs no system call and outlives the worker; the dispatcher reads, records, and only then moves the tail. So a
+dispatcher that dies is replaced without the worker noticing, and its successor finds every outcome that was not
+recorded. That there is something to read the worker says by a message in its channel when it has reached the end of
+a frame, or before it goes on to a next job (:meth:`aqd.worker.Worker.announce`).
+
+Measured against one message a job in the channel, which the dispatcher peeked at and consumed later (CPython 3.11,
+per no-op job): worker 5.4 → 1.2 µs, dispatcher 12 → 1.6 µs.
+
+Layout: records at multiples of 8 bytes: length and CRC-32 (4 bytes each, native), then the data, which never goes
+over the end of the ring: a length of 0 says that the rest of it is unused. ``head`` and ``tail`` count bytes and
+only grow. The checksum is for machines on which another core may see the new head before the data, and for
+handlers that write where they should not.
+
+What does not fit travels as a message in the channel (:class:`aqd.channel.Journal`).
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+from zlib import crc32
+
+from aqd.page import JOURNAL_AT, JOURNAL_BYTES, Page
+from aqd.process import boottime
+
+# A larger record goes another way, so that a few of them do not fill the ring.
+RECORD_MAX: Final = 8 * 1024
+_HEADER: Final = struct.Struct("@II")
+# A record that is not whole for so long will never be.
+_BROKEN_S: Final = 1.0
+
+
+class Writer:
+    """The worker's side."""
+
+    __slots__ = ("_head", "_memory", "_page")
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._memory = page.memory
+        self._head = page.journal_head
+
+    def append(self, record: bytes) -> bool:
+        """Whether there was room for it."""
+        length = len(record)
+        if length > RECORD_MAX:
+            return False
+        head = self._head
+        at = head % JOURNAL_BYTES
+        left = JOURNAL_BYTES - at
+        size = 8 + (length + 7 & ~7)
+        skipped = left if size > left else 0
+        if head + skipped + size - self._page.journal_tail > JOURNAL_BYTES:
+            return False
+        memory = self._memory
+        if skipped:
+            _HEADER.pack_into(memory, JOURNAL_AT + at, 0, 0)
+            at = 0
+        at += JOURNAL_AT
+        memory[at + 8 : at + 8 + length] = record
+        _HEADER.pack_into(memory, at, length, crc32(record))
+        self._page.journal_head = self._head = head + skipped + size
+        return True
+
+
+class Reader:
+    """The dispatcher's side. ``broken``: something stands there that no worker has written, and nothing behind it can
+    be read."""
+
+    __slots__ = ("_failing_since", "_memory", "_page", "broken", "place")
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._memory = page.memory
+        self.place = page.journal_tail  # up to here it was read
+        self.broken = False
+        self._failing_since = 0.0
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """The records that were not read yet, each with the place where it begins."""
+        head = self._page.journal_head
+        if self.place == head or self.broken:
+            return
+        memory = self._memory
+        while self.place < head:
+            at = self.place % JOURNAL_BYTES
+            length, checksum = _HEADER.unpack_from(memory, JOURNAL_AT + at)
+            if not length:
+                self.place += JOURNAL_BYTES - at
+                continue
+            start = JOURNAL_AT + at + 8
+            record = memory[start : start + length]
+            if length > RECORD_MAX or crc32(record) != checksum:
+                self._failed()
+                return
+            begin, self.place = self.place, self.place + 8 + (length + 7 & ~7)
+            yield begin, record
+        self._failing_since = 0.0
+        if self.place > head:
+            self.broken = True
+
+    def consume(self, place: int) -> None:
+        """Everything before it is recorded: the worker may write there again."""
+        self._page.journal_tail = place
+
+    def _failed(self) -> None:
+        now = boottime()
+        if not self._failing_since:
+            self._failing_since = now
+        self.broken = now >= self._failing_since + _BROKEN_S
