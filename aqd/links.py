@@ -148,12 +148,10 @@ class Link:
         (recalled ones have used up numbers, too)."""
         if not self.held:
             return OUTSTANDING_MAX
+        if len(self.notes) >= SENT_MAX:
+            return 0
         oldest = min(self.held) if self.adopted else next(iter(self.held))
-        return min(
-            OUTSTANDING_MAX - len(self.held),
-            SENT_MAX - len(self.notes),
-            ENTRIES - (self.page.written - oldest),
-        )
+        return min(OUTSTANDING_MAX - len(self.held), ENTRIES - (self.page.written - oldest))
 
     def give(self, jobs: list[Held]) -> None:
         """Write the jobs into the page, then send them as one frame.

@@ -12,6 +12,7 @@ from aqd import channel, messages, process
 from aqd.claims import ClaimedJob
 from aqd.config import Config
 from aqd.dispatcher import Dispatcher
+from aqd.journal import Writer
 from aqd.links import Held, Link
 from aqd.page import Page
 from aqd.process import boottime_ns
@@ -48,7 +49,7 @@ class Desk:
         page = self.link.page
         page.begin(number, boottime_ns())
         if send:
-            channel.send(self.workers_end, messages.encode(messages.Done(number, 5, 7, 0, 0, "1")))
+            assert Writer(page).append(messages.encode(messages.Done(number, 5, 7, 0, 0, "1")))
         page.end(number)
 
     def dies(self) -> list[object]:
@@ -58,7 +59,7 @@ class Desk:
         work = []
         while True:
             try:
-                work.append(self.dispatcher.recorder._queue.get_nowait())
+                work += self.dispatcher.recorder._queue.get_nowait()
             except queue.Empty:
                 return work
 

@@ -105,7 +105,7 @@ def test_the_master_is_told_before_a_limited_job_is_sent(world: Callable[..., Wo
     here.add("noop")
     here.give()
     assert here.told == []
-    link.recorded(0)
+    link.recorded([0])
     here.add("hungry")
     here.give()
     assert here.told == [messages.Watch(link.incarnation)]
@@ -117,7 +117,7 @@ def test_a_one_shot_job_gets_a_fresh_worker_and_nobody_else_does(world: Callable
     link = here.worker()
     here.add("noop")
     here.give()
-    link.recorded(0)
+    link.recorded([0])
     here.add("alone")
     here.add("noop", 3)
     here.give()
@@ -171,7 +171,7 @@ def test_the_successor_is_ordered_before_the_last_job_is_given(world: Callable[.
         here.give()
         assert here.recycled() == ([link.incarnation] if number >= 17 else [])
         if number in link.held:
-            link.recorded(number)
+            link.recorded([number])
     assert link.page.written == 20
     assert link.exhausted
 
@@ -204,7 +204,7 @@ def test_a_worker_whose_successor_does_not_come_serves_on(world: Callable[..., W
         here.add("noop")
         here.give()
         assert len(link.held) == 1
-        link.recorded(number)
+        link.recorded([number])
     # It was ordered, and is still wanted.
     assert here.recycled() == [link.incarnation]
 
@@ -214,7 +214,7 @@ def test_a_worker_that_was_given_a_one_shot_job_gets_nothing_more(world: Callabl
     link = here.worker()
     here.add("alone")
     here.give()
-    link.recorded(0)
+    link.recorded([0])
     here.add("noop")
     assert here.stock.demand(here.links).total == 0
     here.give()
@@ -308,7 +308,7 @@ def test_what_is_not_reserved_a_queue_with_reserved_slots_may_have_too(world: Ca
 
 def test_a_frame_holds_jobs_of_one_pool(world: Callable[..., World]) -> None:
     here = world(slots=3, reserved={"mail": 1}, frame_ms=100)
-    here.stock.estimates.learn("noop", 1_000)
+    here.stock.estimates.learn("noop", 100_000)
     for _ in range(3):
         here.worker()
     for _ in range(20):
@@ -370,8 +370,8 @@ def test_a_pool_of_long_jobs_is_not_claimed_ahead_because_another_ones_are_short
     assert slow.job is not None
     here.give()
     for _ in range(100):
-        here.stock.learn(fast.job, 10_000)
-    here.stock.learn(slow.job, 3_000_000_000)
+        here.stock.learn([(fast.job, 10_000)])
+    here.stock.learn([(slow.job, 3_000_000_000)])
     here.add("hungry", 1, queue="slow")
     here.give()
     limits = here.stock.demand(here.links).limits

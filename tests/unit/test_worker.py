@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from aqd import Discard, JobCancelled, JobInterrupted, JobTimeout, Retry, channel, messages, output, process
+from aqd import (
+    Discard,
+    JobCancelled,
+    JobInterrupted,
+    JobTimeout,
+    Retry,
+    channel,
+    journal,
+    messages,
+    output,
+    process,
+)
 from aqd.config import Config
 from aqd.errors import Exit
 from aqd.failures import MAX_ERROR_CHARS, MAX_TRACEBACK_CHARS
@@ -39,6 +50,7 @@ class Bench:
         fd = Page.create(0, 1, 1)
         self.page = page_type(fd)
         os.close(fd)
+        self.journal = journal.Reader(self.page)
         self.ours, theirs = channel.pair()
         self.ours.settimeout(2)
         self.registry = Registry()
@@ -63,6 +75,8 @@ class Bench:
         self.worker._run(messages.JobEntry(number, 1, "t", "{}", 1, 5, "default", 0), "{}")
 
     def outcome(self) -> messages.FromWorker:
+        for _, record in self.journal.read():
+            return messages.decode_outcome(record)
         data, fds = channel.receive(self.ours)
         for fd in fds:
             os.close(fd)
