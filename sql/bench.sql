@@ -80,12 +80,19 @@ cross join lateral (
 -- Index: none.
 select aqd.create_history_partition((now() at time zone 'UTC')::date - :days_ago::integer)
 
+-- name: bench_vacuum :ddl
+-- After a fill of history: what vacuum has to do with new rows once must not fall into a measurement.
+vacuum (analyze) aqd.job_history
+
 -- name: bench_waits :one
--- Whether a job of the queue still waits or runs. Asked at the end of a run only: under an old snapshot it walks over
--- all that has been.
+-- Whether a job of the lane still waits (also for a retry) or runs. Asked at the end of a run only: under an old snapshot it walks
+-- over all that has been.
 -- Index: jobs_ready, jobs_running.
-select exists (select from aqd.jobs j where j.state = 'QUEUED' and j.queue = :queue::text)
-       or exists (select from aqd.jobs j where j.state = 'PROCESSING' and j.queue = :queue::text)
+select exists (select from aqd.jobs j
+               where j.state = 'QUEUED' and j.queue = :queue::text and j.priority = :priority::smallint
+                 and j.run_at <= now() + interval '1 hour' and j.id > :after::bigint)
+       or exists (select from aqd.jobs j
+                  where j.state = 'PROCESSING' and j.queue = :queue::text and j.priority = :priority::smallint)
 
 -- name: bench_states :many
 -- What has become of the jobs after :after.
@@ -170,3 +177,8 @@ select aqd.enqueue({type}, {payload}, queue => {queue})
 -- name: bench_copy :ddl
 -- The same by COPY. It wakes nobody, so a node finds them when it next looks.
 copy aqd.jobs (type, payload, queue, run_at) from stdin
+
+-- name: bench_delete_waiting :rows
+-- What was submitted only to see how fast that is.
+-- Index: none, all that waits.
+delete from aqd.jobs j where j.state = 'QUEUED'

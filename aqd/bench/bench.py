@@ -68,6 +68,10 @@ class Bench:
         with running(self.node(database, slots, work=work, tables=tables, with_api=with_api)) as node:
             yield node
 
+    def started(self, node: Node) -> contextlib.AbstractContextManager[Node]:
+        """The same for a node that has been prepared."""
+        return running(node)
+
     def step(
         self, text: str, total: int | None = None
     ) -> contextlib.AbstractContextManager[Callable[[int], None]]:

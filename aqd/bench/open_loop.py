@@ -35,8 +35,9 @@ def flood(bench: Bench, database: Database, node: Node) -> float:
 
 def stream(
     bench: Bench, database: Database, node: Node, rate: float, seconds: float, senders: int = SENDERS
-) -> Row:
-    """Sends at ``rate`` jobs a second for ``seconds``; the latencies count from when each job was to be sent."""
+) -> tuple[Row, list[tuple[float, float]]]:
+    """Sends at ``rate`` jobs a second for ``seconds``. Gives the row, whose latencies count from when each job was to be
+    sent, and each job's latency: (seconds since the beginning, seconds)."""
     after, claims = database.last_id, node.statements("claim")
     loop = Senders(database.url, node.directory, senders, rate, seconds)
     label = f"{rate:,.0f} jobs/s to {node.slots} workers for {seconds:g} s"
@@ -55,7 +56,7 @@ def stream(
     if found is None or call is None:
         raise WorldError(f"no job has completed\n{node.log_tail()}")
     sending_s = (sent.last_ns - loop.start_ns) / 1e9
-    return Row(
+    row = Row(
         workers=node.slots,
         jobs=sent.jobs,
         total_s=sending_s,
@@ -74,3 +75,4 @@ def stream(
             Figure("enqueue call p99", call.p99_ms, "ms"),
         ],
     )
+    return row, [((due - loop.start_ns) / 1e9, (start - due) / 1e9) for due, start in stamps]

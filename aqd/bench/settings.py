@@ -1,6 +1,6 @@
 """What was asked for on the command line. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,11 +13,11 @@ MIN_PADDED_BYTES: Final = 11
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``jobs``, ``rounds``, ``rate`` and ``seconds`` are None where the scenario's own number holds, multiplied by ``scale``
-    (rounds and rates are not). ``workers`` are slots of the node, one row each; ``cost_ms`` is what one job of the
-    handler takes."""
+    (rounds and rates are not); so is an empty ``workers``, the slots of the node, one row each. ``cost_ms`` is what one job
+    of the handler takes."""
 
     scenarios: tuple[str, ...]
-    workers: tuple[int, ...] = (4,)
+    workers: tuple[int, ...] = ()
     jobs: int | None = None
     payload_bytes: int = 2
     handler: Handler = "noop"
@@ -30,6 +30,10 @@ class Settings:
     database_url: str | None = None
     directory: Path | None = None
     keep: bool = False
+
+    def slots(self, default: tuple[int, ...] = (4,)) -> tuple[int, ...]:
+        """How many slots, one measurement each."""
+        return self.workers or default
 
     def count(self, default: int, least: int = 1) -> int:
         """How many jobs: what was asked for, else ``default`` in scale, but not fewer than ``least``."""
@@ -72,7 +76,6 @@ class Work:
     handler: str = "noop"
     cost_ms: float = 0.0
     payload_bytes: int = 2
-    max_crashes: int | None = field(default=None)
 
     @property
     def type(self) -> str:

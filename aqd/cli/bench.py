@@ -55,9 +55,8 @@ def _scenarios(_ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 @click.option(
     "--workers",
     type=_Workers(1, 512),
-    default="4",
-    show_default=True,
-    help="Slots of the daemon; several, separated by commas, are measured in turns.",
+    default=(),
+    help="Slots of the daemon; several, separated by commas, are measured in turns. Default: 4, or the scenario's own.",
 )
 @click.option(
     "--jobs",

@@ -10,7 +10,19 @@ from aqd.bench.bench import Scenario
 
 DEFAULT: Final = ("drain", "latency")
 # In the order in which "all" runs them: the long ones last.
-NAMES: Final = ("drain", "latency")
+NAMES: Final = (
+    "drain",
+    "latency",
+    "steady",
+    "scale",
+    "crash",
+    "idle",
+    "memory",
+    "start",
+    "pinned",
+    "backlog",
+    "history",
+)
 
 
 def find(name: str) -> type[Scenario]:

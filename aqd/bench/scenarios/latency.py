@@ -40,7 +40,7 @@ class Latency:
 
     def run(self, bench: Bench) -> Result:
         result = Result(scenario=self.name, summary="")
-        for slots in bench.settings.workers:
+        for slots in bench.settings.slots():
             with bench.database() as database, bench.running(database, slots) as node:
                 result.rows.append(self._idle(bench, database, node))
             with bench.database() as database, bench.running(database, slots) as node:
@@ -88,7 +88,7 @@ class Latency:
     def _loaded(self, bench: Bench, database: Database, node: Node) -> Row:
         capacity = flood(bench, database, node)
         wait_until_empty(database, node)
-        row = stream(bench, database, node, capacity / 2, bench.settings.duration_s(LOAD_S))
+        row, _ = stream(bench, database, node, capacity / 2, bench.settings.duration_s(LOAD_S))
         row.variant = "50 % load"
         row.figures.insert(0, Figure("capacity with submitting", capacity, "jobs/s"))
         return row
