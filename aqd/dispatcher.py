@@ -342,18 +342,19 @@ class Dispatcher:
     def _outcomes(self, link: Link, found: list[Outcome | None]) -> None:
         works: list[Work] = []
         times: list[tuple[ClaimedJob, int]] = []
+        held_by, incarnation, from_message = link.held, link.incarnation, outcomes.from_message
         for outcome in found:
             if outcome is None:
                 # The job it is on has written into channel or journal, or its result is unreadable.
                 logger.error("unreadable message, ending the worker", slot=link.slot)
                 self.master.send(messages.Fence(link.incarnation, link.page.current()))
                 continue
-            if (held := link.held.get(outcome.number)) is None:
+            if (held := held_by.get(outcome.number)) is None:
                 held = link.adopt_entry(outcome.number, link.page.lease_until_ns)
                 link.unfinished.pop(outcome.number, None)
             if held.job is not None:
                 times.append((held.job, outcome.wall_ns))
-            works.append(outcomes.from_message(link, held, outcome))
+            works.append(from_message(incarnation, held, outcome))
         self.stock.learn(times)
         self._put(*works)
 

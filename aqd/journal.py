@@ -18,7 +18,6 @@ What does not fit travels as a message in the channel (:class:`aqd.channel.Journ
 """
 
 import struct
-from collections.abc import Iterator
 from typing import Final
 from zlib import crc32
 
@@ -78,35 +77,38 @@ class Reader:
         self.broken = False
         self._failing_since = 0.0
 
-    def read(self) -> Iterator[tuple[int, bytes]]:
+    def read(self) -> list[tuple[int, bytes]]:
         """The records that were not read yet, each with the place where it begins."""
-        head = self._page.journal_head
-        if self.place == head or self.broken:
-            return
-        memory = self._memory
-        while self.place < head:
-            at = self.place % JOURNAL_BYTES
-            length, checksum = _HEADER.unpack_from(memory, JOURNAL_AT + at)
+        found: list[tuple[int, bytes]] = []
+        place, head = self.place, self._page.journal_head
+        if self.broken:
+            return found
+        memory, unpack = self._memory, _HEADER.unpack_from
+        failed = False
+        while place < head:
+            at = JOURNAL_AT + place % JOURNAL_BYTES
+            length, checksum = unpack(memory, at)
             if not length:
-                self.place += JOURNAL_BYTES - at
+                place += JOURNAL_BYTES - place % JOURNAL_BYTES
                 continue
-            start = JOURNAL_AT + at + 8
-            record = memory[start : start + length]
-            if length > RECORD_MAX or crc32(record) != checksum:
-                self._failed()
-                return
-            begin, self.place = self.place, self.place + 8 + (length + 7 & ~7)
-            yield begin, record
-        self._failing_since = 0.0
-        if self.place > head:
-            self.broken = True
+            record = memory[at + 8 : at + 8 + length]
+            if crc32(record) != checksum or length > RECORD_MAX:
+                failed = True
+                break
+            found.append((place, record))
+            place += 8 + (length + 7 & ~7)
+        self.place = place
+        self._judge(failed, place > head)
+        return found
 
     def consume(self, place: int) -> None:
         """Everything before it is recorded: the worker may write there again."""
         self._page.journal_tail = place
 
-    def _failed(self) -> None:
-        now = boottime()
-        if not self._failing_since:
-            self._failing_since = now
-        self.broken = now >= self._failing_since + _BROKEN_S
+    def _judge(self, failed: bool, beyond: bool) -> None:
+        if not failed:
+            self._failing_since, self.broken = 0.0, beyond
+        elif not self._failing_since:
+            self._failing_since = boottime()
+        else:
+            self.broken = boottime() >= self._failing_since + _BROKEN_S

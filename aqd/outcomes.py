@@ -61,11 +61,12 @@ def unsendable(held: Held, now_ns: int) -> Failed | None:
     )
 
 
-def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:
+def from_message(incarnation: int, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
-    key = (link.incarnation, message.number)
-    if isinstance(message, messages.Done):
+    key = (incarnation, message.number)
+    if type(message) is messages.Done:
         return Completed(key, held, message)
+    assert isinstance(message, messages.Broken)
     ended_ns = message.started_ns + message.wall_ns
     figures: dict[str, Any] = {
         "wall_s": message.wall_ns / 1e9,

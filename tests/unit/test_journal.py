@@ -68,7 +68,7 @@ def test_what_was_not_consumed_is_kept_and_a_successor_reads_it_again(pages: tup
     while writer.append(record):
         count += 1
     assert count == JOURNAL_BYTES // 1008
-    found = list(reader.read())
+    found = reader.read()
     assert len(found) == count
     assert not writer.append(record)  # read, not recorded
     reader.consume(found[2][0])  # the first two are
