@@ -177,8 +177,3 @@ select aqd.enqueue({type}, {payload}, queue => {queue})
 -- name: bench_copy :ddl
 -- The same by COPY. It wakes nobody, so a node finds them when it next looks.
 copy aqd.jobs (type, payload, queue, run_at) from stdin
-
--- name: bench_delete_waiting :rows
--- What was submitted only to see how fast that is.
--- Index: none, all that waits.
-delete from aqd.jobs j where j.state = 'QUEUED'

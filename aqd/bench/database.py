@@ -113,10 +113,14 @@ class Database:
 
 
 class Server:
-    """Where databases are made. ``postmaster`` is its first process, if it is one of this machine."""
+    """Where databases are made. ``postmaster`` is its first process, if it is one of this machine; ``data`` are the files,
+    ``programs`` the folder of the programs of a server of our own."""
 
-    def __init__(self, admin_url: str, source: str, data: Path | None = None) -> None:
+    def __init__(
+        self, admin_url: str, source: str, data: Path | None = None, programs: Path | None = None
+    ) -> None:
         self.admin_url = admin_url
+        self.programs = programs
         self.source = source
         self.data = data
         self.kept: list[str] = []
@@ -205,7 +209,7 @@ def open_server(
         assert own.binaries is not None
         # Peer authentication knows this user as the administrator, too.
         administrator = own.url.replace(f"//{DATABASE}@/{DATABASE}?", "//postgres@/postgres?", 1)
-        yield Server(administrator, f"its own, from {own.binaries.source}", own.data)
+        yield Server(administrator, f"its own, from {own.binaries.source}", own.data, own.binaries.directory)
     finally:
         own.stop()
         if keep:

@@ -267,5 +267,4 @@ def p99(name: str, statements: Statements, good: str = "") -> Figure | None:
     """What 99 of 100 statements do not exceed, as the dispatcher has measured it, round trip included. It counts in buckets
     that double, so the true value may be up to twice or half as much."""
     high = statements.quantile_ms(0.99)
-    note = f"of {statements.count:,}, from a histogram whose buckets double"
-    return None if high is None else Figure(f"{name} p99", high, "ms", good, note)
+    return None if high is None else Figure(f"{name} p99", high, "ms", good, "± a factor of 2")

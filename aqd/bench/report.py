@@ -1,13 +1,17 @@
 """A report as tables for people (where it ran, then each scenario) and as JSON for programs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Final
 
 import click
 import msgspec
 
-from aqd.bench.results import Figure, Latency, Report, Result, Row
+from aqd.bench.results import Figure, Report, Result, Row
 
-COLUMNS = ("Workers", "Jobs", "Total Time (s)", "Throughput (jobs/s)", "Failures")
+COLUMNS: Final = ("Workers", "Jobs", "Total Time (s)", "Throughput (jobs/s)", "Failures")
+LATENCY: Final = ("p50 (ms)", "p95 (ms)", "p99 (ms)", "max (ms)")
+# More rows than this do not fit beside one another.
+_MANY: Final = 4
 
 
 def document(report: Report) -> bytes:
@@ -42,75 +46,110 @@ def heading(report: Report) -> list[str]:
 
 
 def show_result(result: Result) -> None:
-    """One scenario."""
+    """One scenario: the table of this field, what stands behind each line of it, how the lines compare."""
     from aqd.cli.output import print_table
 
     click.secho(f"{result.scenario}: {result.summary}", bold=True)
     variants = any(row.variant for row in result.rows)
-    head = (*(("Variant",) if variants else ()), *COLUMNS)
-    print_table(head, [cells(row, variants) for row in result.rows])
-    click.echo("\n".join(_lines(result)))
+    timed = any(row.latency is not None for row in result.rows)
+    head = (*(("Variant",) if variants else ()), *COLUMNS, *(LATENCY if timed else ()))
+    print_table(head, [cells(row, variants, timed) for row in result.rows])
+    if result.rows:
+        click.echo()
+        print_table(*details(result.rows))
+    if result.figures:
+        click.echo()
+        wanted = any(each.good for each in result.figures)
+        print_table(
+            ("", "value", *(("wanted",) if wanted else ()), ""),
+            [_line(each, wanted) for each in result.figures],
+        )
+    for note in result.notes:
+        click.echo(f"note: {note}")
 
 
-def cells(row: Row, variants: bool) -> tuple[str, ...]:
+def cells(row: Row, variants: bool, timed: bool) -> tuple[str, ...]:
     """A row as it stands in the table."""
-    return (
+    found = [
         *((row.variant,) if variants else ()),
         "-" if row.workers is None else str(row.workers),
         f"{row.jobs:,}",
         "-" if row.total_s is None else f"{row.total_s:.2f}",
         "-" if row.throughput is None else number(row.throughput),
         str(row.failures),
-    )
-
-
-def _lines(result: Result) -> Iterable[str]:
-    for row in result.rows:
-        name = ", ".join(filter(None, (row.variant, f"{row.workers} workers" if row.workers else "")))
-        yield f"  {name}: {work(row)}"
-        if row.latency is not None:
-            yield f"    enqueue → handler start: {latency(row.latency)}"
-        if len(row.runs) > 1:
-            yield f"    rounds: {', '.join(number(each.throughput) for each in row.runs)} jobs/s"
-        yield from (f"    {line}" for line in figures(row.figures))
-    yield from (f"  {line}" for line in figures(result.figures))
-    yield from (f"  note: {note}" for note in result.notes)
-
-
-def work(row: Row) -> str:
-    """What its jobs were, and how they travelled."""
-    facts = [
-        row.handler + (f" {row.cost_ms:g} ms" if row.cost_ms else ""),
-        f"payload {row.payload_bytes:,} bytes",
     ]
+    if timed:
+        times = row.latency
+        found += (
+            ["-"] * len(LATENCY)
+            if times is None
+            else [f"{each:.2f}" for each in (times.p50_ms, times.p95_ms, times.p99_ms, times.max_ms)]
+        )
+    return tuple(found)
+
+
+def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and lines of the second table: a line for each fact, a column for each row; the other way round for many."""
+    wanted: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    facts = [_facts(row, wanted, notes) for row in rows]
+    names = list(dict.fromkeys(name for each in facts for name in each))
+    labels = [_label(row) for row in rows]
+    if len(rows) > _MANY:
+        heads = [f"{name}{f' ({wanted[name]})' if name in wanted else ''}" for name in names]
+        lines = [
+            (label, *(each.get(name, "-") for name in names))
+            for label, each in zip(labels, facts, strict=True)
+        ]
+        return ("", *heads), lines
+    more = (("wanted",) if wanted else ()) + (("",) if notes else ())
+    return ("", *labels, *more), [
+        (
+            name,
+            *(each.get(name, "-") for each in facts),
+            *((wanted.get(name, " "),) if wanted else ()),
+            *((notes.get(name, " "),) if notes else ()),
+        )
+        for name in names
+    ]
+
+
+def _label(row: Row) -> str:
+    workers = "" if row.workers is None else f"{row.workers} worker{'s' if row.workers != 1 else ''}"
+    return ", ".join(filter(None, (row.variant, workers)))
+
+
+def _facts(row: Row, wanted: dict[str, str], notes: dict[str, str]) -> dict[str, str]:
+    """What is known of a row, by name; what is wanted and said of it is noted down."""
+    found = {
+        "handler": row.handler + (f" {row.cost_ms:g} ms" if row.cost_ms else ""),
+        "payload, bytes": f"{row.payload_bytes:,}",
+    }
     if row.frame_ms is not None:
-        facts.append(f"frame_ms {row.frame_ms:g}")
-    facts += [f"{value:,.1f} {name.replace('_', ' ')}" for name, value in row.batch.items()]
-    return ", ".join(facts)
+        found["frame_ms"] = f"{row.frame_ms:g}"
+    found |= {name.replace("_", " "): number(value) for name, value in row.batch.items()}
+    if len(row.runs) > 1:
+        found["rounds, jobs/s"] = " ".join(number(each.throughput) for each in row.runs)
+    for each in row.figures:
+        name = f"{each.name}, {each.unit}" if each.unit else each.name
+        found[name] = _value(each)
+        if each.good:
+            wanted[name] = each.good
+        if each.note:
+            notes[name] = each.note
+    return found
 
 
-def latency(found: Latency) -> str:
-    """Percentiles in one line."""
-    return (
-        f"p50 {found.p50_ms:.2f} ms, p95 {found.p95_ms:.2f} ms, p99 {found.p99_ms:.2f} ms, "
-        f"max {found.max_ms:.2f} ms ({found.count:,} jobs)"
-    )
+def _value(each: Figure) -> str:
+    mark = {None: "", True: " ✓", False: " ✗"}[each.is_good]
+    return f"{number(each.value)}{mark}"
 
 
-def figures(found: Sequence[Figure]) -> list[str]:
-    """One line each."""
-    return [figure(each) for each in found]
-
-
-def figure(each: Figure) -> str:
-    """``WAL: 1,012 bytes/job (≤ 1150: yes)``."""
-    text = f"{each.name}: {number(each.value)}{' ' if each.unit and each.unit != '×' else ''}{each.unit}"
-    remarks = []
-    if each.good:
-        remarks.append(f"wanted {each.good}: {'yes' if each.is_good else 'no'}")
-    if each.note:
-        remarks.append(each.note)
-    return text + (f" ({'; '.join(remarks)})" if remarks else "")
+def _line(each: Figure, wanted: bool) -> tuple[str, ...]:
+    name = f"{each.name}, {each.unit}" if each.unit and each.unit != "×" else each.name
+    times = "×" if each.unit == "×" else ""
+    value = f"{number(each.value)}{times}" + _value(each).removeprefix(number(each.value))
+    return (name, value, *((each.good or " ",) if wanted else ()), each.note or " ")
 
 
 def number(value: float) -> str:

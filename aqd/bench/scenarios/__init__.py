@@ -19,6 +19,7 @@ NAMES: Final = (
     "idle",
     "memory",
     "start",
+    "enqueue",
     "pinned",
     "backlog",
     "history",

@@ -50,7 +50,7 @@ class Scale:
                 ideal_s = math.ceil(jobs / width) * work.cost_ms / 1000
                 efficiency = ideal_s / row.total_s
                 wanted = "≥ 0.95" if work.handler == "sleep" else ""
-                row.figures = [Figure("efficiency", efficiency, "", wanted, f"ideal {ideal_s:.2f} s")]
+                row.figures = [Figure("efficiency", efficiency, "", wanted), Figure("ideal", ideal_s, "s")]
                 points.append((float(slots), efficiency))
                 result.rows.append(row)
             name = f"{work.handler} {work.cost_ms:g} ms"
