@@ -19,9 +19,11 @@ import os
 import random
 import re
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import psycopg
@@ -236,3 +238,77 @@ def text_array(values: Iterable[str | None]) -> str:
         )
         + "}"
     )
+
+
+# --- arrays in binary format ----------------------------------------------------------------------
+#
+# For batches of hundreds. Per element, here and in the server: a double 30 + 20 ns instead of 560 + 130 (repr, strtod), an
+# integer 30 + 15 instead of 70 + 50, a text that occurs often 30 + 50 instead of 110 + 60. Of a record of 500 that is
+# 2.2 µs a job here and 1.0 there.
+
+
+class Packed(bytes):
+    """An array as array_recv reads it: dimensions, whether there are nulls, the elements' type, count and lower bound;
+    then each element's length (-1: null) and value."""
+
+
+class _PackedDumper(psycopg.adapt.Dumper):
+    """As it is, and of no type: the parameter's cast gives it, as with literals, so that both are one prepared
+    statement."""
+
+    format = psycopg.pq.Format.BINARY
+
+    def dump(self, obj: Packed) -> Packed:
+        return obj
+
+
+psycopg.adapters.register_dumper(Packed, _PackedDumper)
+
+_HEAD: Final = struct.Struct("!iiIii")
+_LENGTH: Final = struct.Struct("!i")
+_NULL: Final = _LENGTH.pack(-1)
+_INT8, _FLOAT8, _TEXT = 20, 701, 25  # pg_type.oid
+
+
+@lru_cache(maxsize=64)
+def _eights(count: int, code: str) -> struct.Struct:
+    """Elements of eight bytes with their lengths."""
+    return struct.Struct("!" + ("i" + code) * count)
+
+
+def _head(count: int, oid: int, nulls: bool = False) -> bytes:
+    head = _HEAD.pack(1, nulls, oid, count, 1)
+    return head if count else b"\0" * 8 + head[8:12]  # no elements, no dimension
+
+
+def _pack(values: Sequence[Any], code: str, oid: int) -> Packed:
+    count = len(values)
+    fields: list[Any] = [8] * (2 * count)
+    fields[1::2] = values
+    return Packed(_head(count, oid) + _eights(count, code).pack(*fields))
+
+
+def packed_ints(values: Sequence[int | None]) -> Packed | str:
+    """An array of bigint; with nulls among them, or what is no bigint, a literal."""
+    try:
+        return _pack(values, "q", _INT8)
+    except struct.error:
+        return int_array(values)
+
+
+def packed_floats(values: Sequence[float | None]) -> Packed | str:
+    """An array of doubles; with nulls among them a literal."""
+    try:
+        return _pack(values, "d", _FLOAT8)
+    except struct.error:
+        return float_array(values)
+
+
+def packed_texts(values: Sequence[str | None]) -> Packed:
+    """An array of texts; one that occurs often is encoded once."""
+    known: dict[str | None, bytes] = {None: _NULL}
+    for value in set(values):
+        if value is not None:
+            data = value.encode()
+            known[value] = _LENGTH.pack(len(data)) + data
+    return Packed(_head(len(values), _TEXT, None in values) + b"".join([known[value] for value in values]))

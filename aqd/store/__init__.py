@@ -81,7 +81,15 @@ from aqd.store.nodes import (
     node_gone,
     node_seen,
 )
-from aqd.store.outcome import Completion, Failure, create_partitions, record_completed, record_failed
+from aqd.store.outcome import (
+    Completion,
+    Completions,
+    Failure,
+    create_partitions,
+    record_columns,
+    record_completed,
+    record_failed,
+)
 from aqd.store.steps import Step, Steps, drive, drive_async, drive_by, run_step
 from aqd.store.submit import enqueue, enqueue_apart, enqueue_many, held_keys
 from aqd.store.text import MAX_ERROR, MAX_OUTPUT, MAX_PROGRESS, MAX_TRACEBACK
@@ -99,6 +107,7 @@ __all__ = [
     "Cancelled",
     "Changed",
     "Completion",
+    "Completions",
     "Connection",
     "EnqueuedJob",
     "FailedFilter",
@@ -164,6 +173,7 @@ __all__ = [
     "pause_queue",
     "queue_steps",
     "reconcile",
+    "record_columns",
     "record_completed",
     "record_failed",
     "release",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -107,6 +108,36 @@ def test_order(conn: database.Connection, queue: Queue) -> None:
     mine = book()
     first = {mine.claim(conn, 3)[0].queue for _ in range(2)}
     assert first == {"a", "b"}
+
+
+@pytest.mark.parametrize("changed", [[0, 1, 2], [1]], ids=["all", "one"])
+def test_changed_while_they_are_claimed(connect: Connect, queue: Queue, changed: list[int]) -> None:
+    """Between the claim's snapshot and its locks. The version that is locked is not one that the snapshot sees: it is
+    looked for again, at once if there was nothing else, and no floor hides it until the next sweep."""
+    ids = queue.add(3, queue="held")
+    queue.conn.execute("insert into aqd.queues (queue, max_running) values ('held', 10)")
+    queue.conn.execute(
+        "create or replace function aqd.queue_room(queue text, wanted bigint) returns bigint language plpgsql as "
+        "$$begin perform pg_advisory_xact_lock(77); return wanted; end$$"
+    )
+    with connect(dispatcher=False) as holder, connect() as conn, ThreadPoolExecutor(1) as pool:
+        mine = book(sweep_s=60.0)
+        holder.execute("select pg_advisory_lock(77)")
+        claim = pool.submit(mine.claim, conn, 10)
+        wait_until(
+            lambda: queue.value("select 1 from pg_locks where locktype = 'advisory' and not granted") == 1
+        )
+        queue.conn.execute(
+            "update aqd.jobs set max_attempts = 7 where id = any(%s)", [[ids[n] for n in changed]]
+        )
+        holder.execute("select pg_advisory_unlock(77)")
+        got = [claim.result(10), mine.claim(conn, 10)]
+    if changed == [1]:
+        assert [[job.id for job in jobs] for jobs in got] == [[ids[0], ids[2]], [ids[1]]]
+        assert got[1][0].max_attempts == 7
+    else:
+        assert [[job.id for job in jobs] for jobs in got] == [ids, []]
+        assert [job.max_attempts for job in got[0]] == [7, 7, 7]
 
 
 def test_not_yet_due(conn: database.Connection, queue: Queue) -> None:

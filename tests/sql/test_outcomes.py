@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 import pytest
 
 from aqd import claims, database, store
+from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import HELD, Queue, book, completion, everything, failure, released
 
@@ -354,6 +356,52 @@ def test_the_same_outcome_twice_in_one_batch(conn: database.Connection, queue: Q
 
 
 # --- bad rows -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_changed_while_it_is_recorded(
+    connect: Connect, conn: database.Connection, queue: Queue, lost: bool
+) -> None:
+    """Somebody else holds the row: he is waited for, and what he leaves is what counts."""
+    queue.add(3)
+    jobs = book().claim(conn, 3)
+    with connect(dispatcher=False) as other, ThreadPoolExecutor(1) as pool:
+        with other.transaction():
+            change = "lease_token = 4711" if lost else "cancel_requested_at = now()"
+            other.execute(f"update aqd.jobs set {change} where id = %s".encode(), [jobs[1].id])
+            done = pool.submit(store.record_completed, conn, [completion(job) for job in jobs])
+            wait_until(lambda: queue.value("select 1 from pg_locks where not granted limit 1") == 1)
+        recorded = done.result(10)
+    assert recorded == {job.id for job in jobs if not (lost and job is jobs[1])}
+    assert queue.value("select count(*) from aqd.job_history") == len(recorded)
+    if lost:
+        assert queue.row(jobs[1].id)["lease_token"] == 4711
+    else:
+        assert queue.value(
+            "select cancel_requested_at is not null from aqd.job_history where id = %s", jobs[1].id
+        )
+
+
+def test_by_columns(conn: database.Connection, queue: Queue) -> None:
+    """As by objects: what cannot be stored is set aside, a late owner changes nothing, nulls are nulls."""
+    queue.add(4)
+    jobs = book().claim(conn, 4)
+    batch = store.Completions(
+        ids=[job.id for job in jobs],
+        tokens=[job.token + (job is jobs[3]) for job in jobs],
+        results=["1", None, '"\\u0000"', "null"],
+        ages_s=[0.0] * 4,
+        walls_s=[0.5, None, 0.5, 0.5],
+        cpus_s=[0.25] * 4,
+        peaks_kb=[1000, None, 1000, 1000],
+    )
+    assert store.record_columns(conn, batch) == {job.id for job in jobs[:3]}
+    assert [queue.state(job.id) for job in jobs] == ["COMPLETED", "COMPLETED", "FAILED", "PROCESSING"]
+    rows = conn.execute(
+        "select result::text, wall_s, peak_kb, output from aqd.job_history order by id"
+    ).fetchall()
+    assert rows == [("1", 0.5, 1000, None), (None, None, None, None)]
+    assert store.record_columns(conn, store.Completions([], [], [], [], [], [], [])) == set()
 
 
 def test_bad_result_does_not_stop_the_batch(conn: database.Connection, queue: Queue) -> None:
