@@ -30,7 +30,7 @@ from rich.console import Console
 from aqd.errors import AqdError
 from tests.bench.peers import machine, report
 from tests.bench.peers.figures import Result
-from tests.bench.peers.packages import Cache, Unavailable, default_cache, versions
+from tests.bench.peers.packages import Cache, Unavailable, default_cache
 from tests.bench.peers.runs import Runner
 from tests.bench.peers.servers import Servers
 from tests.bench.peers.systems import System, choose, systems
@@ -81,22 +81,28 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{each.name:24} {each.title}  [dim]({what})[/dim]", highlight=False, soft_wrap=True
             )
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))
+    for number in (signal.SIGINT, signal.SIGTERM):  # alike: end everything, show what there is
+        signal.signal(number, signal.default_int_handler)
     processes.become_subreaper()
     cache = Cache(options.cache.expanduser().absolute(), say=lambda text: console.print(f"[dim]{text}"))
     servers = Servers()
     results = {each.name: Result() for each in options.systems}
-    about: dict[str, Any] = {"machine": machine.describe(), "versions": versions()}
+    runner = Runner(servers, cache)
+    about: dict[str, Any] = {"machine": machine.describe()}
     status = 0
     try:
-        measure(options, Runner(servers, cache), results, console)
-        about["postgres"] = {"source": servers.postgres.source, **servers.settings()}
+        if any(each.family.backend == "postgres" for each in options.systems):
+            about["postgres"] = servers.settings()
+        measure(options, runner, results, console)
     except KeyboardInterrupt:
         console.print("interrupted; this is what there is so far")
         status = 130
+    except AqdError as error:  # no PostgreSQL
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 1
     finally:
         servers.close()
+    about["versions"] = runner.versions()
     show(console, options.systems, results, about)
     if options.json:
         options.json.write_text(json.dumps(report.document(options.systems, results, about), indent=1) + "\n")
@@ -145,12 +151,10 @@ def show(console: Console, chosen: list[System], results: dict[str, Result], abo
     """The report."""
     console.print()
     for name, values in about.items():
-        if name != "versions":
-            console.print(
-                f"{name}: " + ", ".join(f"{key} {value}" for key, value in values.items()),
-                highlight=False,
-                soft_wrap=True,
-            )
+        text = ", ".join(f"{key} {value}" for key, value in values.items())
+        if name == "versions":
+            text = "; ".join(f"{key} ({value})" for key, value in values.items())
+        console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
     for table in (report.drain_table(chosen, results), report.latency_table(chosen, results)):
         if table.row_count:
             console.print()

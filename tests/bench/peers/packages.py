@@ -102,6 +102,10 @@ class Cache:
             raise
         return self.redis_server()
 
+    def packages(self, kind: str, name: str) -> str:
+        """What ``[KIND.NAME]`` asks for, for people."""
+        return ", ".join(self.table[kind][name]["packages"])
+
     def _npm(self, name: str, packages: list[str]) -> Path:
         npm = shutil.which("npm")
         if npm is None:

@@ -17,7 +17,7 @@ from tests.bench.peers.figures import Drain, Latency
 from tests.bench.peers.packages import Cache
 from tests.bench.peers.servers import Servers, Store
 from tests.bench.peers.systems import System
-from tests.bench.peers.workers import Failed, Workers, run_driver
+from tests.bench.peers.workers import GO, Failed, Workers, run_driver
 
 FILL_S = 120.0
 DRAIN_S = 120.0
@@ -44,6 +44,10 @@ class Runner:
         if system.family.backend == "redis":
             self._cache.redis_server()
 
+    def versions(self) -> dict[str, str]:
+        """Of what was prepared."""
+        return {name: tool.versions for name, tool in self._tools.items()}
+
     @contextlib.contextmanager
     def _store(self, system: System) -> Iterator[Store]:
         if system.family.backend == "redis":
@@ -59,7 +63,13 @@ class Runner:
         with _folder() as place, self._store(system) as store:
             tally = place / "tally"
             tally.mkdir()
-            settings = {**system.settings, "url": store.url, "jobs": jobs, "directory": str(tally)}
+            settings = {
+                **system.settings,
+                "url": store.url,
+                "jobs": jobs,
+                "directory": str(tally),
+                "go": str(place / GO),
+            }
             task = Task(place, settings)
             run_driver(family.command(tool, "fill", task), place, FILL_S)
             if (stored := store.count(family.left)) != jobs:
@@ -84,6 +94,7 @@ class Runner:
                 "url": store.url,
                 "directory": str(place),
                 "fifo": str(fifo),
+                "go": str(place / GO),
                 "warm_up": WARM_UP,
                 "limit_s": LATENCY_S,
                 "pause_s": system.pause_s,

@@ -119,11 +119,11 @@ class Servers:
         return self._postgres
 
     def settings(self) -> dict[str, str]:
-        """PostgreSQL's settings that matter here."""
+        """PostgreSQL's version and the settings that matter here."""
         with self.postgres.connect() as conn:
             rows = conn.execute("select name, current_setting(name) from pg_settings").fetchall()
         found: dict[str, str] = dict(rows)
-        return {name: found[name] for name in SHOWN}
+        return {"version": self.postgres.source, **{name: found[name] for name in SHOWN}}
 
     @contextlib.contextmanager
     def database(self) -> Iterator[Store]:

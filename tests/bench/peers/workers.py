@@ -21,6 +21,7 @@ from tests.fixtures.processes import wait_until
 
 READY_S = 60.0
 STOP_S = 15.0
+GO = "go"  # the file for which workers wait; see drivers/gate.py
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,11 +42,11 @@ class Workers:
     def __enter__(self) -> Workers:
         try:
             self._running += [start(each, self._place, self._log) for each in self._commands]
-            gated = sum(each.gated for each in self._commands)
+            gates = sum(each.gates for each in self._commands)
 
             def ready() -> bool:
                 self.check()
-                return self._log.read_bytes().count(b"ready\n") >= gated
+                return self._log.read_bytes().count(b"ready\n") >= gates
 
             wait_until(ready, READY_S, "the workers are ready")
         except TimeoutError as error:
@@ -69,10 +70,7 @@ class Workers:
 
     def go(self) -> None:
         """Lets those begin that wait for it, all at once."""
-        for process in self._running:
-            if process.stdin is not None:
-                process.stdin.write(b"go\n")
-                process.stdin.flush()
+        (self._place / GO).touch()
 
     def check(self) -> None:
         """:class:`Failed` when one has ended."""
@@ -94,9 +92,6 @@ class Workers:
                 below |= self._below()
                 process.kill()
                 process.wait()
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
         kill_orphans(below)
 
     def _below(self) -> set[int]:
@@ -118,7 +113,7 @@ def start(command: Command, place: Path, log: Path) -> subprocess.Popen[bytes]:
             command.arguments,
             cwd=place,
             env=command.environment,
-            stdin=subprocess.PIPE if command.gated else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -140,8 +135,6 @@ def run_driver(command: Command, place: Path, timeout_s: float) -> str:
         if process.poll() is None:
             process.kill()
             process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
         kill_orphans(below)
     if process.returncode != 0:
         raise Failed(f"{role} ended with {process.returncode}: {last_line(log)}")

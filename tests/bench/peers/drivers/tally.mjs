@@ -3,12 +3,13 @@
 // Node has no shared memory that another program could read, so the count is a variable and a timer writes it down
 // every few milliseconds: one write of 16 bytes, whatever the rate.
 
-import { constants, openSync, read, renameSync, writeSync } from "node:fs";
+import { constants, existsSync, openSync, read, renameSync, writeSync } from "node:fs";
 import { join } from "node:path";
 import { setTimeout as sleep } from "node:timers/promises";
 import { promisify } from "node:util";
 
 const WRITE_MS = 5;
+const LOOK_MS = 2;
 const readAsync = promisify(read);
 
 // The body of a handler: `settings` has `directory`, and `fifo` where the latency is measured.
@@ -62,13 +63,10 @@ export async function measure(enqueue, { fifo, jobs, warm_up, limit_s, pause_s }
   return found.slice(warm_up);
 }
 
-// Says that everything is loaded and connected, and waits until all processes of the run are so far.
-export async function ready() {
+// Everything is loaded: says so, and waits for the file `go`, which appears when all processes are so far.
+export async function ready({ go }) {
   process.stdout.write("ready\n");
-  await new Promise((resolve) => process.stdin.once("data", resolve));
-  // The harness is gone when its end of the pipe is: leave nothing behind.
-  process.stdin.once("end", () => process.exit(1));
-  process.stdin.resume();
+  while (!existsSync(go)) await sleep(LOOK_MS);
 }
 
 // SIGTERM, as a promise.

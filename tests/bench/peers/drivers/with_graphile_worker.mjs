@@ -10,8 +10,8 @@ import { makeTally, measure, ready, terminated } from "./tally.mjs";
 const [role, text] = process.argv.slice(2);
 const settings = JSON.parse(text);
 // The package lies in the comparison's cache and not beside this file.
-const found = createRequire(settings.package_json).resolve("graphile-worker");
-const { Logger, makeWorkerUtils, run } = await import(pathToFileURL(found));
+const resolved = createRequire(settings.package_json).resolve("graphile-worker");
+const { Logger, makeWorkerUtils, run } = await import(pathToFileURL(resolved));
 
 const CHUNK = 5000;
 const logger = new Logger(() => () => {});
@@ -31,7 +31,7 @@ if (role === "fill") {
   await utils.release();
 } else if (role === "work") {
   const ran = makeTally(settings);
-  await ready();
+  await ready(settings);
   const runner = await run({
     preset: {
       worker: { ...connection, maxPoolSize: settings.concurrency + 1, concurrentJobs: settings.concurrency, ...settings.worker },
@@ -48,7 +48,7 @@ if (role === "fill") {
   process.exit(0);
 } else {
   const utils = await makeWorkerUtils(connection);
-  const found = await measure(() => utils.addJob("noop", { n: 1 }), settings);
-  process.stdout.write(JSON.stringify(found) + "\n");
+  const latencies = await measure(() => utils.addJob("noop", { n: 1 }), settings);
+  process.stdout.write(JSON.stringify(latencies) + "\n");
   await utils.release();
 }
