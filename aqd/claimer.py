@@ -9,6 +9,11 @@ Order on the way to sleep: announce it (from then on enqueuers notify), look onc
 growing pauses until the transactions that were writing jobs meanwhile have ended: their rows became visible
 without a notification.
 
+While jobs come one by one it stays announced: each notification means one claim, and nothing else is said to the
+database. Only a backlog, or more than :data:`NOTIFIED_MAX` notifications a second, make it strike itself off, so that
+enqueuers do not notify any more (they would have to commit one after the other). That strikes off all nodes, which
+is told to them, and those that still sleep announce it anew.
+
 Fails: a claim whose answer came later than :data:`STALE_S` is not used but given back, because the
 reconciliation may have released it by then. Everything else is the session's affair.
 """
@@ -39,6 +44,10 @@ STOP_LIMIT_S = 2.0
 # Pauses between looks while transactions that may have inserted jobs are open.
 _WRITER_PAUSES_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 _NO_JOBS_S = 3600.0
+# Beyond so many a second notifications cost enqueuers more than they save us.
+NOTIFIED_MAX = 100
+# After a notification whose job was found: another one may have been the first of its lane.
+SECOND_LOOK_S = 0.1
 # After an error that is no lost connection: disk full, a right taken away.
 REFUSED_PAUSE_S = 1.0
 
@@ -81,7 +90,13 @@ class Claimer(threading.Thread):
         self._lowered: list[tuple[str, int]] = []
         self._notified = False
         self._listening = False
-        self._asleep = False
+        self._asleep = False  # announced
+        self._struck = False  # another node has struck off all that were
+        self._dry = False  # what was due is claimed, but for what has come since
+        self._second_look = False
+        self._look_at = 0.0
+        self._settled_before = 0
+        self._notifications, self._counted_from = 0, 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     # --- for the main thread
@@ -147,71 +162,131 @@ class Claimer(threading.Thread):
                 os.eventfd_read(self._wake_fd)
 
     def _step(self) -> None:
-        """One claim, or one sleep."""
+        """One look for jobs, or one sleep."""
         self.book.set_types(self._types)
         while self._lowered:
             self.book.lower(*self._lowered.pop())
+            self._dry = False
         wanted = self.wanted
         if wanted.total <= 0 or not self._types:
             if self.session.connection is None:
                 self.session.run(lambda _: None)  # says whether the database is there
             self._wait(_NO_JOBS_S if self.session.connection else 1.0)
             return
-        settled = self.settled
-        if self._claim(wanted):
-            self._asleep = False
+        if self._asleep and self._dry and not self._news() and not self._due():
+            self._wait(self._look_at - boottime())
             return
-        if self.book.held_back and settled != self.settled:
-            return  # recorded while we looked: there is room
-        if self._asleep or not self.config.database.notify:
-            self._sleep()
+        if self._struck:
+            self._asleep = self._struck = False
+        if self._asleep:
+            self._look(wanted)
         else:
+            self._work(wanted)
+
+    def _news(self) -> bool:
+        """Whether something may be there now that the last claim did not see."""
+        return bool(
+            self._notified
+            or self._struck
+            or self._lowered
+            or self._types != self.book.types
+            or (self.book.held_back and self.settled != self._settled_before)
+        )
+
+    def _due(self) -> bool:
+        return boottime() >= self._look_at
+
+    def _work(self, wanted: Wish) -> None:
+        """While there is a backlog: claim after claim; the first that finds nothing leads to sleep."""
+        if self._claim(wanted):
+            return
+        if self.book.held_back and self.settled != self._settled_before:
+            return  # recorded while we looked: there is room
+        if self.config.database.notify:
             # Announced only after a look that found nothing, and then looked again: see the header.
             self.session.run(self.sleeper.announce)
-            self._asleep = True
-            self._notified = False
-            if not self._claim(wanted):
-                self._wait_for_writers(wanted)
+            if self._claim(wanted) or not self._no_writers(wanted):
+                return
+        self._asleep = True
+        self._plan_look()
+
+    def _look(self, wanted: Wish) -> None:
+        """Announced: by a notification, or because it is time."""
+        notified, second = self._notified, self._second_look
+        self._second_look = False
+        if not notified and self._dry and not self._news():
+            if second and not self.session.run(self.book.new_lanes):
+                self._plan_look()
+                return
+            if self.session.run(self.book.nothing_queued):
+                self._look_at = boottime() + self._poll_s()
+                return
+        found = self._claim(wanted)
+        if notified and self._too_many_notifications():
+            self._strike()
+        elif not found:
+            self._plan_look()
+        elif self._dry:
+            self._second_look = True
+            self._look_at = boottime() + SECOND_LOOK_S
+        else:
+            self._strike()
+
+    def _strike(self) -> None:
+        """After the claim, not before: it waits for a commit."""
+        self._asleep = False
+        if self.config.database.notify:
+            self.session.run(self.sleeper.woken, self._node_id)
+
+    def _too_many_notifications(self) -> bool:
+        now = boottime()
+        if now >= self._counted_from + 1.0:
+            self._counted_from, self._notifications = now, 0
+        self._notifications += 1
+        return self._notifications > NOTIFIED_MAX
 
     def _claim(self, wanted: Wish) -> bool:
-        """Claim and deliver; whether anything was there."""
+        """Claim and deliver; whether anything was there. :attr:`_dry`: nothing more is, but for what comes now."""
         asked_ns = boottime_ns()
+        self._notified = False
+        self._settled_before = self.settled
 
         def claim_jobs(conn: Connection) -> list[ClaimedJob]:
             # Asked once more on the connection: it may have taken a while to make it.
             return [] if self.stopping else self.book.claim(conn, wanted)
 
         jobs = self.session.run(claim_jobs)
+        # Of pools (reserved slots) some may have more.
+        self._dry = not jobs or (len(jobs) < wanted.total and not self.config.daemon.reserved)
         if not jobs:
             return False
         self.wanted = NOTHING  # until the main thread has seen these
         self._deliver(jobs, asked_ns)
         return True
 
-    def _wait_for_writers(self, wanted: Wish) -> None:
+    def _no_writers(self, wanted: Wish) -> bool:
+        """Whether nothing was written meanwhile by transactions that notify nobody; False: something has come up."""
         writers = self.session.run(self.sleeper.pending_writers)
         looks = 0
-        while writers and not (
-            self.stopping or self._notified or self._lowered or self._types != self.book.types
-        ):
+        while writers:
+            if self.stopping or self._news():
+                return False
             self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
             looks += 1
             if self._claim(wanted):
-                self._asleep = False
-                return
+                return False
             writers &= self.session.run(self.sleeper.pending_writers)
+        return True
 
-    def _sleep(self) -> None:
-        poll_s = self.config.daemon.poll_ms / 1000 * random.uniform(0.9, 1.1)
+    def _poll_s(self) -> float:
+        return self.config.daemon.poll_ms / 1000 * random.uniform(0.9, 1.1)
+
+    def _plan_look(self) -> None:
+        """After a look that found nothing."""
         due_s = self.session.run(self.book.next_due_s)
         # What the last look could not see is looked for as soon as that is allowed.
-        until = [poll_s, *(max(s, 0.001) for s in (due_s, self.book.blind_s()) if s is not None)]
-        if not self._notified:
-            self._wait(min(until))
-        if self._notified:
-            self._notified = False
-            self._asleep = False
-            self.session.run(self.sleeper.woken)
+        until = [self._poll_s(), *(max(s, 0.001) for s in (due_s, self.book.blind_s()) if s is not None)]
+        self._look_at = boottime() + min(until)
 
     def _wait(self, seconds: float) -> None:
         """Until the main thread's wish, a notification, or the time is over."""
@@ -220,7 +295,7 @@ class Claimer(threading.Thread):
         poll.register(self._wake_fd, select.POLLIN)
         if connection is not None:
             poll.register(connection.pgconn.socket, select.POLLIN)
-        for fd, _ in poll.poll(seconds * 1000):
+        for fd, _ in poll.poll(max(seconds, 0) * 1000):
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
             elif connection is not None:
@@ -233,7 +308,7 @@ class Claimer(threading.Thread):
 
     def _on_connect(self, connection: Connection) -> None:
         """LISTEN first, then look: what came in between is found by the look."""
-        self._listening = self._asleep = False
+        self._listening = self._asleep = self._struck = False
         self._schema(connection)
         if self.config.database.notify:
             connection.add_notify_handler(self._on_notify)
@@ -247,6 +322,9 @@ class Claimer(threading.Thread):
 
     def _heard(self, channel: str, payload: str) -> None:
         if channel == CHANNEL:
-            self._notified = True
+            if not payload:
+                self._notified = True
+            elif payload != self._node_id:
+                self._struck = True
         elif payload == self._node_id:
             self._cancelled()

@@ -130,6 +130,7 @@ class ClaimBook:
         self._many = False
         self._now_us = 0
         self._swept = self._looked = False  # by the last claim
+        self._queued = True
 
     @property
     def types(self) -> frozenset[str]:
@@ -204,6 +205,17 @@ class ClaimBook:
             fresh = frozenset(self._discover(conn))
             self._looked = True
             self._claim_pools(jobs, conn, wish, fresh)
+
+    def new_lanes(self, conn: Connection) -> bool:
+        """Look for lanes that were not known, if that is allowed now; whether there are any."""
+        return self._lanes.look_due(self._clock()) and bool(self._discover(conn))
+
+    def nothing_queued(self, conn: Connection) -> bool:
+        """Look for lanes, if that is allowed now; whether no job is QUEUED at all, whether due or not."""
+        if not self._lanes.look_due(self._clock()):
+            return False
+        self._discover(conn)
+        return not self._queued
 
     def blind_s(self) -> float | None:
         """Seconds until a claim may see what the last one, which found nothing, could not: a notified job
@@ -347,6 +359,7 @@ class ClaimBook:
             self._many = len(rows) >= _MANY_LANES // 2
         now = self._clock()
         self._settings_at = now + self._sweep_s
+        self._queued = any(row[1] is not None for row in rows)
         cost_s = rows[-1][4]
         self._lanes.swept(cost_s)
         self._lanes.looked(cost_s, now)
@@ -383,7 +396,8 @@ class Sleeper:
        it is either still seen as a writer, or what it wrote is seen by the claim that follows.
     3. While any of the writers seen first is still there: wait a little, and do 2 again. Sleep only
        after a claim that came *after* the last of them was gone.
-    4. ``woken`` only if a NOTIFY came: it woke every announced sleeper, so all of them may be struck off.
+    4. ``woken`` only if a NOTIFY came: it woke every announced sleeper, so all of them may be struck off. They are
+       told so by a notification with the node's id, after which those that sleep on begin with 1 again.
 
     A race makes surplus notifications; polling bounds what is lost otherwise (a crash, a pooler).
 
@@ -397,10 +411,10 @@ class Sleeper:
         """Tell enqueuers that this node is about to sleep."""
         self._number = run(conn, "announce_sleep")[0][0]
 
-    def woken(self, conn: Connection) -> None:
-        """A NOTIFY woke this node."""
+    def woken(self, conn: Connection, node_id: str) -> None:
+        """A NOTIFY woke this node, and it will be awake for a while."""
         if self._number is not None:
-            run(conn, "note_wake", sleep=self._number)
+            run(conn, "note_wake", sleep=self._number, node_id=node_id)
             self._number = None
 
     def pending_writers(self, conn: Connection) -> set[str]:

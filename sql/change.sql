@@ -139,7 +139,7 @@ with changed as (
     where j.id = :id::bigint and j.state = 'QUEUED'
     returning j.id, j.state, j.type, j.queue, j.priority, j.run_at, j.created_at
 )
-select c.* from changed c where (select aqd.wake()) is not null
+select c.* from changed c where case when c.id is not null then (select aqd.wake()) end is not null
 
 -- --- queues
 
@@ -162,7 +162,7 @@ with changed as (
         case when :limited::boolean then excluded.max_running else q.max_running end)
     returning q.queue
 )
-select c.queue from changed c where (select aqd.wake()) is not null
+select c.queue from changed c where case when c.queue is not null then (select aqd.wake()) end is not null
 
 -- name: get_queue_settings :one
 -- Always one row: a queue that was never changed has the defaults.

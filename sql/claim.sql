@@ -160,9 +160,11 @@ cross join lateral (
 select nextval('aqd.sleeps')
 
 -- name: note_wake :exec
--- Only after a NOTIFY, which woke everybody else too: whoever announced sleep up to this number is awake.
+-- Only after a NOTIFY, which woke everybody else too: whoever announced sleep up to this number is struck off, and
+-- told so, because he may sleep on. A hint may be lost in a crash, so nobody waits for the disk.
 -- Index: none.
-select setval('aqd.wakes', :sleep::bigint)
+select set_config('synchronous_commit', 'off', true), setval('aqd.wakes', :sleep::bigint),
+       pg_notify('aqd_jobs', :node_id::text)
 
 -- name: pending_writers :many
 -- Transactions that may have inserted jobs which nobody can see yet. The lock is the one that INSERT

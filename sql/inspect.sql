@@ -40,7 +40,7 @@ with changed as (
     from changed c
     where f.job_id = c.id and f.resolved_at is null
 )
-select c.id, c.state, c.run_at, c.created_at, c.queue, 'created' from changed c where (select aqd.wake()) is not null
+select c.id, c.state, c.run_at, c.created_at, c.queue, 'created' from changed c where case when c.id is not null then (select aqd.wake()) end is not null
 
 -- name: cancel_job :one
 -- The function decides everything (migration 0002); null: there is no such job. Its writes are not visible to the

@@ -114,12 +114,14 @@ with locked as materialized (
     set failed_at = excluded.failed_at, attempts = excluded.attempts, kind = excluded.kind,
         reason = excluded.reason, error = excluded.error, traceback = null, failures = f.failures + 1
 )
-select c.id, c.state from changed c where (select aqd.wake()) is not null
+select c.id, c.state from changed c where case when c.id is not null then (select aqd.wake()) end is not null
 
 -- name: reconcile_node :many
 -- Jobs that this node holds in the database but not in its hands: claimed by a dispatcher that died
 -- before it could tell anybody. Younger claims are left alone, their owner may be just about to know.
 -- CANCELLED where the job was asked to end (outcome.sql).
+-- The CASE keeps wake() from being called where nothing has changed: a condition without a column is evaluated
+-- before there is a row.
 -- Index: jobs_running.
 with held as materialized (
     select h.id, h.token from unnest(:ids::bigint[], :tokens::bigint[]) as h(id, token)
@@ -140,7 +142,7 @@ with held as materialized (
     where j.id = any(array(select l.id from locked l))
     returning j.id
 )
-select c.id from changed c where (select aqd.wake()) is not null
+select c.id from changed c where case when c.id is not null then (select aqd.wake()) end is not null
 
 -- name: rescue_jobs :many fresh
 -- Expired leases, judged by the database's clock. One statement: whatever was completed, released or

@@ -217,14 +217,42 @@ def test_jobs_of_a_transaction_that_was_open_when_the_node_fell_asleep(start_dae
     """Their notification was not sent: nobody slept when they were inserted."""
     start_daemon({"daemon": {"poll_ms": 60_000, "slots": 1}})
     wait_asleep(jobs)
-    assert jobs.wait(jobs.add())["state"] == "COMPLETED"
     known = jobs.conn.execute("select last_value as n from aqd.sleeps").fetchone()["n"]
+    jobs.add_many(3, [{"sleep": 0.5}])  # a backlog: the node strikes itself off
+    wait_until(lambda: jobs.conn.execute("select last_value >= %s as s from aqd.wakes", [known]).fetchone()["s"])
     with jobs.conn.transaction():
         first = jobs.add()
         wait_asleep(jobs, known)
     began = time.monotonic()
     assert jobs.wait(first)["state"] == "COMPLETED"
     assert time.monotonic() - began < 3.0
+
+
+def test_jobs_one_by_one_cost_one_claim_each_and_no_more_announcements(start_daemon, jobs):
+    """And the node stays announced: whoever comes next wakes it, too."""
+    start_daemon({"daemon": {"poll_ms": 60_000}})
+    known = wait_asleep(jobs)
+    for _ in range(5):
+        assert delay_s(jobs.wait(jobs.add())) < 3.0
+    assert jobs.conn.execute("select last_value as n from aqd.sleeps").fetchone()["n"] == known
+    assert jobs.conn.execute("select last_value as n from aqd.wakes").fetchone()["n"] < known
+
+
+def test_a_busy_node_that_strikes_itself_off_takes_no_notifications_from_the_others(start_daemon, jobs):
+    """Two nodes sleep; one gets a backlog and strikes off both. What comes then still wakes the other."""
+    poll = {"daemon": {"poll_ms": 60_000, "slots": 1}}
+    start_daemon({**poll, "daemon": {**poll["daemon"], "queues": ["busy"]}})
+    known = wait_asleep(jobs)
+    start_daemon({**poll, "daemon": {**poll["daemon"], "queues": ["default"]}})
+    wait_asleep(jobs, known)
+    for _ in range(3):
+        known = jobs.conn.execute("select last_value as n from aqd.wakes").fetchone()["n"]
+        jobs.conn.execute(
+            """select aqd.enqueue('fate', '[{"sleep": 0.3}]', queue => 'busy') from generate_series(1, 4)"""
+        )
+        struck = "select last_value > %s as s from aqd.wakes"
+        wait_until(lambda known=known: jobs.conn.execute(struck, [known]).fetchone()["s"])
+        assert delay_s(jobs.wait(jobs.add())) < 3.0
 
 
 def test_without_notifications_polling_finds_the_jobs(start_daemon, jobs):

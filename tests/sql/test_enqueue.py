@@ -211,7 +211,8 @@ def test_notifies_only_while_somebody_sleeps(connect: Connect, queue: Queue) -> 
     assert notifications(listener) == 1, "the payload is constant, so one transaction notifies once"
     queue.add(delay_s=60)
     assert notifications(listener) == 0, "a job for later wakes nobody"
-    sleeper.woken(listener)
+    sleeper.woken(listener, "me")
+    assert [n.payload for n in listener.notifies(timeout=1, stop_after=1)] == ["me"], "told to who sleeps on"
     queue.add()
     assert notifications(listener) == 0
 

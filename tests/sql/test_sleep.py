@@ -40,7 +40,7 @@ def test_writer_in_another_database_is_nobody(connect: Connect, queue: Queue, pg
 
 
 def test_woken_without_having_announced_is_harmless(connect: Connect) -> None:
-    claims.Sleeper().woken(connect())
+    claims.Sleeper().woken(connect(), "me")
 
 
 def test_no_wakeup_is_lost_among_several_nodes(connect: Connect, queue: Queue) -> None:
@@ -86,7 +86,7 @@ def test_no_wakeup_is_lost_among_several_nodes(connect: Connect, queue: Queue) -
             fresh = bool(list(conn.notifies(timeout=poll_s if pause_s is None else pause_s, stop_after=1)))
             if fresh:
                 notified += 1
-                sleeper.woken(conn)
+                sleeper.woken(conn, str(number))
         with lock:
             wakes.append(notified)
 
