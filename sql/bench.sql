@@ -106,8 +106,8 @@ select a.state, count(*) from aqd.all_jobs a where a.queue = :queue::text and a.
 -- Index: primary key of the partitions.
 select count(*),
        date_part('epoch', min(h.claimed_at)),
-       date_part('epoch', case when current_setting('track_commit_timestamp')::boolean
-                               then max(pg_xact_commit_timestamp(h.xmin)) end),
+       date_part('epoch', max(case when current_setting('track_commit_timestamp')::boolean
+                                   then pg_xact_commit_timestamp(h.xmin) end)),
        date_part('epoch', max(h.finished_at))
 from aqd.job_history h
 where h.queue = :queue::text and h.id > :after::bigint and h.state = 'COMPLETED'

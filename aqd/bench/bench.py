@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -67,6 +68,10 @@ class Bench:
         """The same, started and ready; ended whatever happens."""
         with running(self.node(database, slots, work=work, tables=tables, with_api=with_api)) as node:
             yield node
+
+    def settle(self, seconds: float) -> None:
+        """Lets things come to rest; a small run makes do with less, and its figures are not worth more."""
+        time.sleep(max(0.2, seconds * min(1.0, self.settings.scale)))
 
     def started(self, node: Node) -> contextlib.AbstractContextManager[Node]:
         """The same for a node that has been prepared."""

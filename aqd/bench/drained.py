@@ -99,7 +99,7 @@ def drain(
         database.fill(jobs, work, priority=priority, other=other, every=every, told=told)
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(bench.running(database, slots, work=work, tables=tables))
-        time.sleep(_SETTLE_S)
+        bench.settle(_SETTLE_S)
         database.checkpoint()
         stack.enter_context(snapshot(database) if pinned else contextlib.nullcontext())
         claims, records = node.statements("claim"), node.statements("record")

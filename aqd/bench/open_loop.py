@@ -1,5 +1,6 @@
 """Jobs that are submitted while others run: as fast as it goes, or on a schedule (:mod:`aqd.bench.producer`)."""
 
+import math
 import time
 from typing import Final
 
@@ -16,6 +17,16 @@ from aqd.errors import WorldError
 SENDERS: Final = 8
 STAMP_BYTES: Final = len('{"at": 1234567890123456}')
 _FLOOD_S: Final = 3.0
+# One connection sends so many a second without falling behind, on most machines.
+_A_SENDER: Final = 150.0
+
+
+def _senders(bench: Bench, rate: float | None = None) -> int:
+    """How many share a rate, so that none has to hurry; as fast as it goes: enough for commits to be made together. Fewer
+    in a small run, in which starting them would take longest."""
+    if rate is not None:
+        return max(2, math.ceil(rate / _A_SENDER))
+    return max(2, round(SENDERS * min(1.0, bench.settings.scale)))
 
 
 def flood(bench: Bench, database: Database, node: Node) -> float:
@@ -23,7 +34,7 @@ def flood(bench: Bench, database: Database, node: Node) -> float:
     time from the first claim until the last is recorded, a tail without submitting included."""
     seconds = max(0.5, _FLOOD_S * min(1.0, bench.settings.scale))
     after = database.last_id
-    senders = Senders(database.url, node.directory, SENDERS, None, seconds)
+    senders = Senders(database.url, node.directory, _senders(bench), None, seconds)
     with bench.step(f"capacity of {node.slots} workers with submitting"), senders.running():
         sent = senders.wait()
         wait_until_empty(database, node)
@@ -34,12 +45,12 @@ def flood(bench: Bench, database: Database, node: Node) -> float:
 
 
 def stream(
-    bench: Bench, database: Database, node: Node, rate: float, seconds: float, senders: int = SENDERS
+    bench: Bench, database: Database, node: Node, rate: float, seconds: float, most: int = SENDERS
 ) -> tuple[Row, list[tuple[float, float]]]:
     """Sends at ``rate`` jobs a second for ``seconds``. Gives the row, whose latencies count from when each job was to be
     sent, and each job's latency: (seconds since the beginning, seconds)."""
     after, claims = database.last_id, node.statements("claim")
-    loop = Senders(database.url, node.directory, senders, rate, seconds)
+    loop = Senders(database.url, node.directory, min(most, _senders(bench, rate)), rate, seconds)
     label = f"{rate:,.0f} jobs/s to {node.slots} workers for {seconds:g} s"
     with bench.step(label, round(seconds)) as told, loop.running():
         while (passed := (time.monotonic_ns() - loop.start_ns) / 1e9) < seconds:

@@ -4,6 +4,7 @@ Everything heavy (scenarios, rich, matplotlib) is imported when the command line
 would otherwise be missing only after a long run (a folder for the files, matplotlib for the chart).
 """
 
+import math
 import os
 from pathlib import Path
 
@@ -36,7 +37,17 @@ class _Workers(click.ParamType[tuple[int, ...]]):
         return tuple(found)
 
 
-def _scenarios(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+class _Number(click.FloatRange):
+    """A range without nan, which lies in every one."""
+
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return float(found)
+
+
+def _scenarios(ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     from aqd.bench import scenarios
     from aqd.options import did_you_mean
 
@@ -45,7 +56,7 @@ def _scenarios(_ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     for name in value:
         if name not in scenarios.NAMES:
             hint = did_you_mean(name, scenarios.NAMES)
-            raise click.BadParameter(f"there is no scenario {name!r}{hint}", param=param)
+            raise click.UsageError(f"there is no scenario {name!r}{hint} (--list explains all)", ctx)
     return tuple(dict.fromkeys(value)) or scenarios.DEFAULT
 
 
@@ -79,24 +90,22 @@ def _scenarios(_ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 )
 @click.option(
     "--cost-ms",
-    type=click.FloatRange(0, 60_000),
+    type=_Number(0, 60_000),
     help="How long a job sleeps, or how much processor time it takes.",
 )
 @click.option(
     "--frame-ms",
-    type=click.FloatRange(0, 1000),
+    type=_Number(0, 1000),
     help="daemon.frame_ms of the measured daemon; 0 sends each job alone.",
 )
 @click.option(
     "--rounds", type=click.IntRange(1, 100), help="How often each measurement is made; the median counts."
 )
-@click.option("--rate", type=click.FloatRange(0.1, 1_000_000), help="Jobs a second of the scenario steady.")
-@click.option(
-    "--seconds", type=click.FloatRange(0.1, 86_400), help="How long what is measured by time goes on."
-)
+@click.option("--rate", type=_Number(0.1, 1_000_000), help="Jobs a second of the scenario steady.")
+@click.option("--seconds", type=_Number(0.1, 86_400), help="How long what is measured by time goes on.")
 @click.option(
     "--scale",
-    type=click.FloatRange(0.000_01, 100),
+    type=_Number(0.000_01, 100),
     default=1.0,
     show_default=True,
     help="Multiplies each scenario's own numbers: 0.01 for a first look.",

@@ -48,10 +48,9 @@ class Idle:
         return result
 
     def _rest(self, bench: Bench, database: Database, node: Node) -> list[Figure]:
-        settle_s = SETTLE_S * min(1.0, bench.settings.scale)
         seconds = bench.settings.duration_s(SECONDS)
         with bench.step(f"{node.slots} slots at rest for {seconds:g} s"):
-            time.sleep(settle_s)
+            bench.settle(SETTLE_S)
             before, used = measure.counters(database.conn), _used(bench, node)
             began = time.monotonic()
             time.sleep(seconds)

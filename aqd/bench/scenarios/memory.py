@@ -1,6 +1,5 @@
 """Scenario ``memory``: see :class:`Memory`."""
 
-import time
 from typing import ClassVar
 
 from aqd.bench import measure
@@ -59,12 +58,12 @@ class Memory:
                 node = bench.node(database, slots)
                 (node.plugins_dir / "heavy.py").write_text(PLUGIN)
                 with bench.started(node), bench.step(f"{slots} slots"):
-                    time.sleep(SETTLE_S)
+                    bench.settle(SETTLE_S)
                     sums[slots] = [_sum(node)]
                     figures += _by_role(node, f"{slots} slots, ")
                     database.fill(bench.settings.count(JOBS * slots, slots), bench.work)
                     wait_until_empty(database, node)
-                    time.sleep(SETTLE_S)
+                    bench.settle(SETTLE_S)
                     sums[slots].append(_sum(node))
         result = Result(scenario=self.name, summary="", figures=figures)
         for place, when in enumerate(("new", "after jobs")):

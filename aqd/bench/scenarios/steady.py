@@ -1,18 +1,15 @@
 """Scenario ``steady``: see :class:`Steady`."""
 
-import math
 from collections import defaultdict
 from typing import ClassVar
 
 from aqd.bench import measure
 from aqd.bench.bench import Bench
-from aqd.bench.open_loop import SENDERS, stream
+from aqd.bench.open_loop import stream
 from aqd.bench.results import Result, Series
 
 RATE = 500.0
 SECONDS = 30.0
-# One connection sends so many a second without falling behind, on most machines.
-A_SENDER = 150.0
 SENDERS_MAX = 32
 
 
@@ -32,12 +29,11 @@ class Steady:
 
     def run(self, bench: Bench) -> Result:
         rate = bench.settings.rate or RATE
-        senders = min(SENDERS_MAX, max(SENDERS, math.ceil(rate / A_SENDER)))
         result = Result(scenario=self.name, summary="")
         for slots in bench.settings.slots():
             with bench.database() as database, bench.running(database, slots) as node:
                 row, latencies = stream(
-                    bench, database, node, rate, bench.settings.duration_s(SECONDS), senders
+                    bench, database, node, rate, bench.settings.duration_s(SECONDS), SENDERS_MAX
                 )
             row.variant = f"{rate:g} jobs/s"
             result.rows.append(row)
