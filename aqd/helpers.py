@@ -12,6 +12,8 @@ Sources: waitid(2), proc_pid_task_tid_children(5), PR_SET_CHILD_SUBREAPER(2const
 """
 
 import contextlib
+import ctypes
+import errno
 import os
 import signal
 import time
@@ -25,6 +27,8 @@ from aqd.strays import DETACH, MARKER, NODE, detached, environment
 LIMIT_S: Final = 1.0
 _WALL: Final = 0x40000000  # __WALL: also of children that send no SIGCHLD
 _ANY: Final = os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL
+# "No children" is what every job ends with, and an exception for it would cost 1.1 µs instead of 0.5.
+_waitid: Final = ctypes.CDLL(None, use_errno=True).waitid
 
 
 class Helpers:
@@ -35,14 +39,12 @@ class Helpers:
         os.environ[MARKER] = f"{os.environ.pop(NODE, '-')}.{incarnation}"
         self._before: set[int] = set()  # a hook's: it may wait for them itself
         self._detached: set[int] = set()
+        self.standing: set[int] = set()  # both: those that are not the next job's
 
     def spare_present(self) -> None:
         """What runs now is no job's."""
         self._before = set(_children())
-
-    def standing(self) -> set[int]:
-        """Those that are not the next job's."""
-        return self._before | self._detached
+        self.standing = self._before | self._detached
 
     @contextlib.contextmanager
     def marked_detached(self) -> Iterator[None]:
@@ -58,11 +60,11 @@ class Helpers:
 
         With ``detach`` what runs now may stay.
         """
-        if self._alone():
-            return []  # the usual case: 3 µs
+        if self.alone():
+            return []
         deadline, pause = boottime() + LIMIT_S, 0.0001
         # A list that is read while children come and go may leave some out: that there are none is proved otherwise.
-        while (left := self._strangers(detach)) or not (self._before or self._detached or self._alone()):
+        while (left := self._strangers(detach)) or not (self.standing or self.alone()):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -73,15 +75,11 @@ class Helpers:
             pause = min(2 * pause, 0.005)
         return []
 
-    def _alone(self) -> bool:
-        """Whether this process certainly has no children, dead ones included."""
-        if self._before or self._detached:
+    def alone(self) -> bool:
+        """Whether this process certainly has no children, dead ones included (0.6 µs: the usual case)."""
+        if self.standing:
             return False
-        try:
-            os.waitid(os.P_ALL, 0, _ANY)
-        except ChildProcessError:
-            return True
-        return False
+        return _waitid(os.P_ALL, 0, None, _ANY) < 0 and ctypes.get_errno() == errno.ECHILD
 
     def _strangers(self, detach: bool) -> list[int]:
         """The living children that may not stay; the dead ones are reaped."""
@@ -92,6 +90,7 @@ class Helpers:
         unknown = living - self._detached
         stay = {pid for pid in unknown if detach or detached(environment(pid))}
         self._detached |= stay
+        self.standing = self._before | self._detached
         return sorted(unknown - stay)
 
 

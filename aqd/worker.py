@@ -18,33 +18,31 @@ changed or closed what cannot be put right.
 
 import asyncio
 import contextlib
-import json
 import os
-import resource
 import select
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import msgspec
 from setproctitle import setproctitle
 
 from aqd import channel, confine, journal, log, messages, output, plugins, process
 from aqd.config import Config
-from aqd.errors import Discard, Exit, InputError, JobCancelled, JobInterrupted, JobTimeout, Retry, StopJob
-from aqd.failures import Explained, describe
+from aqd.costs import Costs
+from aqd.endings import COMPLETED, Ending, HandlerMissing, ResultRefused, decode_payload, stop_exception, why
+from aqd.errors import Exit, InputError, Retry
+from aqd.failures import describe
 from aqd.helpers import Helpers
 from aqd.hookspecs import HandlerInfo, JobContext
-from aqd.page import NOTE_BYTES, Page, StopReason
+from aqd.page import NOTE_BYTES, Page
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import STOP_SIGNAL, boottime_ns
 from aqd.strict_json import encode_json
-from aqd.tidy import Tidy
+from aqd.tidy import BRIEF_NS, Tidy
 
 logger = log.get_logger("worker")
 
@@ -62,45 +60,6 @@ OUTPUT_LENGTH_MAX = 1 << 40
 
 # Signals that mean something else in a worker than in the children that jobs fork.
 _OURS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_SIGNAL))
-
-
-class _ResultRefused(Explained):
-    """What the handler returned cannot be stored."""
-
-
-class _HandlerMissing(Explained):
-    """The plugin of this type could not be imported in this worker."""
-
-
-class Ending(NamedTuple):
-    """How an attempt ended. ``reason``: see :data:`aqd.outcomes.REASONS`; empty if it completed."""
-
-    kind: str
-    reason: str = ""
-    result: str = ""
-    error: str = ""
-    traceback: str = ""
-    retry_after_s: float = -1.0
-
-
-# In this order; the first whose class fits.
-_REASONS: tuple[tuple[type[BaseException], str, str], ...] = (
-    (Discard, "discarded", "discard"),
-    (Retry, "failed", "retry"),
-    (SystemExit, "failed", "interpreter_exit"),
-    (_ResultRefused, "failed", "result"),
-    (_HandlerMissing, "failed", "plugin_import"),
-    (confine.ConfinementRefused, "failed", "confinement"),
-    (BaseException, "failed", "exception"),
-)
-
-
-# Why the master asked for the end decides, not which of the exceptions came of it: a handler may raise another.
-_STOPPED: dict[StopReason, tuple[str, str]] = {
-    StopReason.TIMEOUT: ("timed_out", "timeout"),
-    StopReason.CANCEL: ("cancelled", "cancel"),
-    StopReason.DRAIN: ("interrupted", "drain"),
-}
 
 
 class Worker:
@@ -127,19 +86,21 @@ class Worker:
         self.helpers = Helpers(page.incarnation)
         self.streams: output.Streams
         self.tidy: Tidy
+        self.costs: Costs
         self._missing: dict[str, str] = {}  # type → why its late plugin could not be imported here
         self._interruptible = False
         self._task: asyncio.Task[Any] | None = None
         self._softened = -1
         self._leaving: Exit | None = None
+        self._slot = page.slot
         self._title = f"aqd: worker {page.slot} g{page.generation}"
         self._note_lock = threading.Lock()
         self._fork_mask = threading.local()  # each thread has its own mask
         self._disowned = False
         self._printed = 0  # length of the output before the present job
-        self._helpers_cpu_us = self._helpers_peak_kb = 0
-        self._peak_fd = -1
         self._cookie = self._channel_cookie()
+        self._suspects = 0  # jobs that were begun since everything was last looked at
+        self._deprived = False  # one of them has closed the channel
         self._journal = journal.Writer(page)
         self._unannounced_ns = 0  # since when there has been something in the journal that was not told
 
@@ -182,9 +143,7 @@ class Worker:
         """What is here before the first job is no job's: processes, output, processor time."""
         self.helpers.spare_present()
         self._printed = self.streams.size()
-        self._helpers_usage()
-        with contextlib.suppress(OSError):  # a kernel without it: the peak is then the whole life's
-            self._peak_fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        self.costs = Costs()
         self.tidy = Tidy()
 
     def _install_signals(self) -> None:
@@ -256,51 +215,57 @@ class Worker:
             except ValueError:
                 logger.exception("not a frame")
                 return Exit.CHANNEL
+            self.costs.begin_frame()
             for entry in frame.jobs:
                 payload = entry.payload
                 if payload is None:
                     payload = channel.from_memfd(fds.pop(0), 1 << 30).decode()
-                self._run(entry, payload)
+                self._run(entry, payload, entry is frame.jobs[-1])
                 if self._leaving is not None:
-                    self._announce()
-                    return self._leaving
+                    break
             self._announce()
+            if self._leaving is not None:
+                return self._leaving
+            log.context(slot=self._slot)
             setproctitle(f"{self._title} [idle]")
 
-    def _run(self, entry: messages.JobEntry, payload: str) -> None:
-        """One attempt, from its begin in the page to its outcome in the channel."""
+    def _run(self, entry: messages.JobEntry, payload: str, last: bool = True) -> None:
+        """One attempt, from its begin in the page to its outcome in the journal. ``last``: of its frame."""
+        number, page, costs = entry.number, self.page, self.costs
         loaded = self.registry.handlers.get(entry.type)
-        if loaded is not None and (confinement := loaded.info.confinement) and "FSIZE" in confinement.rlimits:
+        info = None if loaded is None else loaded.info
+        if info is not None and (confinement := info.confinement) and "FSIZE" in confinement.rlimits:
             # The limit holds for the output, too, and that may be beyond it by what earlier jobs wrote.
             self.streams.clear()
             self._printed = 0
         started_ns = boottime_ns()
         if self._unannounced_ns and started_ns - self._unannounced_ns > ANNOUNCE_NS:
             self._announce()
-        lease_until = self.page.lease_until_ns
-        cpu_us = _own_cpu_us() + self._helpers_cpu_us
-        self.page.begin(entry.number, started_ns, cpu_us, self._printed, self.helpers.standing())
+        lease_until = page.lease_until_ns
+        page.begin(number, started_ns, costs.cpu_us, self._printed, self.helpers.standing)
         # After the begin: see the page's header. Looking before it let one recall in seven be run all the same.
-        if self.page.skipped(entry.number):
-            self.page.end(entry.number)
+        if page.skipped(number):
+            page.end(number)
+            if last:
+                self._tidy(entry, None, True)
             return
         setproctitle(f"{self._title} [{entry.type} {entry.id}]")
-        self._reset_peak()
+        costs.begin_job()
         if started_ns >= lease_until:
             # The node lost touch with the database: somebody else may start it.
             ending = Ending("unstarted", "lease")
         else:
             ending = self._attempt(entry, payload, loaded)
-        info = None if loaded is None else loaded.info
-        self._tidy(entry, info)
         wall_ns = boottime_ns() - started_ns
-        self.page.handler_returned(entry.number)
-        self._end_helpers(entry, info)
-        peak_kb = self._helpers_usage()
-        cpu_us = _own_cpu_us() + self._helpers_cpu_us - cpu_us
-        peak_kb = max(peak_kb, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        self._send(entry, (started_ns, wall_ns, cpu_us, peak_kb), ending, info)
-        self.page.end(entry.number)
+        thorough = self.tidy.told() or last or wall_ns > BRIEF_NS
+        self._tidy(entry, info, thorough)
+        page.handler_returned(number)
+        if not self.helpers.alone():
+            thorough = True
+            self._end_helpers(entry, info)
+        cpu_us, peak_kb = costs.end_job(thorough)
+        self._tell(entry, (started_ns, wall_ns, cpu_us, peak_kb), ending, info)
+        page.end(number)
         self._printed = self.streams.size()
         if self._printed > OUTPUT_LENGTH_MAX:
             self.streams.clear()  # a job has stretched it: near its largest size nothing more could be written
@@ -308,29 +273,49 @@ class Worker:
         if info is not None and info.one_shot and self._leaving is None:
             self._leaving = Exit.OK
 
-    def _tidy(self, entry: messages.JobEntry, info: HandlerInfo | None) -> None:
+    def _tidy(self, entry: messages.JobEntry, info: HandlerInfo | None, thorough: bool) -> None:
         """What a job may have turned round in this process, and what would hit the next one."""
-        if self._channel_cookie() != self._cookie or (spoiled := self.streams.spoiled()) is None:
-            # The outcome would go to whoever has the number now, and never be seen.
-            with contextlib.suppress(OSError):
-                os.write(2, b"aqd: the job has closed descriptors of its worker\n")
-            os._exit(Exit.ERROR)
-        lasting = self.tidy.restore()
+        self._suspects += 1
+        spoiled = self.streams.spoiled()
+        if spoiled is None:
+            self._die_deprived()
+        suspects = self._suspects
+        if thorough:
+            self._suspects = 0
+            if self._channel_cookie() != self._cookie:
+                if suspects == 1:
+                    self._die_deprived()
+                # Who it was is not known, and this one's outcome can still stand in the journal.
+                self._deprived = True
+        lasting = self.tidy.restore(thorough)
         self.streams.restore()
         if spoiled:
             lasting.append("output")
+        if self._deprived:
+            lasting.append("descriptors")
+        if thorough:
+            self.tidy.listen()
         if lasting and not (info is not None and info.one_shot):
             logger.warning(
-                "a job has changed its worker for good, leaving", job_id=str(entry.id), what=lasting
+                "a job has changed its worker for good, leaving",
+                job_id=str(entry.id),
+                what=lasting,
+                among=suspects,
             )
             self._leaving = Exit.ERROR
 
     def _channel_cookie(self) -> bytes:
-        """Unique to this very socket (1 µs)."""
+        """Unique to this very socket (0.5 µs)."""
         try:
             return self.channel.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
         except OSError:
             return b""
+
+    def _die_deprived(self) -> NoReturn:
+        """What is sent would go to whoever has the channel's number now, and never be seen."""
+        with contextlib.suppress(OSError):
+            os.write(2, b"aqd: the job has closed descriptors of its worker\n")
+        os._exit(Exit.ERROR)
 
     def _end_helpers(self, entry: messages.JobEntry, info: HandlerInfo | None) -> None:
         left: list[int] | None = None
@@ -340,21 +325,7 @@ class Worker:
             logger.error("helpers of a job cannot be ended, leaving", job_id=str(entry.id), children=left)
             self._leaving = Exit.ERROR
 
-    def _helpers_usage(self) -> int:
-        """Account for helpers that were waited for; the largest one's peak if the mark has risen, else 0."""
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        self._helpers_cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
-        risen = usage.ru_maxrss > self._helpers_peak_kb
-        self._helpers_peak_kb = usage.ru_maxrss
-        return usage.ru_maxrss if risen else 0
-
-    def _reset_peak(self) -> None:
-        """The kernel's mark of the most memory that this process ever had, back to what it has now (1 µs)."""
-        if self._peak_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._peak_fd, b"5")
-
-    def _send(
+    def _tell(
         self,
         entry: messages.JobEntry,
         figures: tuple[int, int, int, int],
@@ -362,49 +333,57 @@ class Worker:
         info: HandlerInfo | None,
     ) -> None:
         completed = ending.kind == "completed"
-        end = b""
+        printed = b""
         if ending.kind != "unstarted" and (not completed or (info is not None and info.keep_output)):
-            end = output.tail(self.output_fd, self._printed)
+            printed = output.tail(self.output_fd, self._printed)
+        end: bytes | None = printed
+        result: str | None = ending.result
         fds: list[int] = []
         try:
-            printed: bytes | None = end
-            result: str | None = ending.result
             # One character is one byte at least: short texts are decided without encoding them.
             if len(ending.result) * 4 > INLINE_RESULT and len(data := ending.result.encode()) > INLINE_RESULT:
                 fds.append(channel.to_memfd(data))
                 result = None
-            if len(end) > INLINE_RESULT:
+            if len(printed) > INLINE_RESULT:
                 try:
-                    fds.append(channel.to_memfd(end))
-                    printed = None
+                    fds.append(channel.to_memfd(printed))
+                    end = None
                 except OSError:  # out of descriptors: its very end is better than nothing
-                    printed = end[-INLINE_RESULT:]
+                    end = printed[-INLINE_RESULT:]
             if completed:
-                message: messages.FromWorker = messages.Done(entry.number, *figures, result, printed)
+                data = messages.encode(messages.Done(entry.number, *figures, result, end))
             else:
-                message = messages.Broken(
-                    entry.number,
-                    *figures,
-                    ending.kind,
-                    ending.error,
-                    ending.traceback,
-                    ending.retry_after_s,
-                    ending.reason,
-                    printed,
+                data = messages.encode(
+                    messages.Broken(
+                        entry.number,
+                        *figures,
+                        ending.kind,
+                        ending.error,
+                        ending.traceback,
+                        ending.retry_after_s,
+                        ending.reason,
+                        end,
+                    )
                 )
-            data = messages.encode(message)
             if fds or not self._journal.append(data):
-                channel.send(self.channel, data, fds)
+                self._send(data, fds)
             elif not self._unannounced_ns:
                 self._unannounced_ns = figures[0] + figures[1]
         finally:
             for fd in fds:
                 os.close(fd)
 
+    def _send(self, data: bytes, fds: list[int]) -> None:
+        if self._channel_cookie() != self._cookie:
+            self._die_deprived()
+        channel.send(self.channel, data, fds)
+
     def _announce(self) -> None:
         """Say that there is something in the journal."""
-        if self._unannounced_ns:
+        if self._unannounced_ns and not self._deprived:
             self._unannounced_ns = 0
+            if self._channel_cookie() != self._cookie:
+                self._die_deprived()
             # A channel that is full has told the dispatcher already.
             with contextlib.suppress(BlockingIOError):
                 channel.send(self.channel, messages.BELL, flags=socket.MSG_DONTWAIT)
@@ -420,7 +399,7 @@ class Worker:
         try:
             if loaded is None:
                 if entry.type in self._missing:
-                    raise _HandlerMissing(self._missing[entry.type])
+                    raise HandlerMissing(self._missing[entry.type])
                 raise LookupError(f"this worker has no handler for the type {entry.type!r}")
             if (
                 loaded.info.wants_job
@@ -436,34 +415,27 @@ class Worker:
             error = failure
         if os.getpid() != self.pid:
             os._exit(Exit.ERROR)  # a child that the handler forked and let escape
-        ending = Ending("completed", "", result) if error is None else self._failed(entry.number, error)
+        if error is not None:
+            ending = self._failed(entry.number, error)
+        else:
+            ending = Ending("completed", "", result) if result else COMPLETED
         if job is not None and hooks.aqd_job_finish.get_hookimpls():
             outcome = "failed" if ending.kind == "discarded" else ending.kind
             self._hook("aqd_job_finish", job=job, outcome=outcome, error=error)
-        log.context(slot=self.page.slot)
         return ending
 
     def _failed(self, number: int, error: BaseException) -> Ending:
-        kind, reason = self._kind(number, error)
+        kind, reason = why(error, self.page.stop_reason if self.page.stop_entry == number else None)
         wish = -1.0
         if issubclass(type(error), Retry) and isinstance(error.after_s, int | float):  # type: ignore[attr-defined]
             wish = float(max(0.0, min(error.after_s, 1e12)))  # type: ignore[attr-defined]
         return Ending(kind, reason, "", *describe(error, __file__), wish)
 
-    def _kind(self, number: int, error: BaseException) -> tuple[str, str]:
-        """(kind, reason). That the master ended the job counts only if it did: a handler may raise anything."""
-        if self.page.stop_entry == number:
-            # A task group hands on what was raised in a task in a group of its own.
-            members = error.exceptions if issubclass(type(error), BaseExceptionGroup) else ()  # type: ignore[attr-defined]
-            if any(issubclass(type(found), StopJob) for found in (error, *members[:100])):
-                return _STOPPED.get(self.page.stop_reason, ("interrupted", "drain"))
-        return next((kind, reason) for cls, kind, reason in _REASONS if issubclass(type(error), cls))
-
     def _guarded(
         self, loaded: LoadedHandler, entry: messages.JobEntry, payload: str, job: JobContext | None
     ) -> str:
         """The result as text. A stop is let in only while the handler and the hooks before it run."""
-        log.context(slot=self.page.slot, job_id=str(entry.id), type=entry.type, attempt=entry.attempt)
+        log.context(slot=self._slot, job_id=str(entry.id), type=entry.type, attempt=entry.attempt)
         info = loaded.info
         if info.confinement is None and not info.detach:
             return self._result(self._interruptibly(loaded, payload, job))
@@ -497,7 +469,7 @@ class Worker:
                 return runner.run(self._coroutine(loaded.function(*arguments)))
         except asyncio.CancelledError as cancelled:
             if self._softened == self.page.current():
-                stop = _stop_exception(self.page.stop_reason)
+                stop = stop_exception(self.page.stop_reason)
                 raise stop.with_traceback(cancelled.__traceback__) from None
             raise
         finally:
@@ -513,7 +485,7 @@ class Worker:
         try:
             return encode_json(value, field="result", max_bytes=self.config.jobs.max_result_bytes)
         except InputError as error:
-            raise _ResultRefused(f"the handler's result cannot be stored: {error}") from None
+            raise ResultRefused(f"the handler's result cannot be stored: {error}") from None
 
     def _context(self, entry: messages.JobEntry) -> JobContext:
         return JobContext(
@@ -554,29 +526,7 @@ class Worker:
             with contextlib.suppress(RuntimeError):  # its loop is closed already
                 task.get_loop().call_soon_threadsafe(task.cancel)
                 return
-        raise _stop_exception(self.page.stop_reason)
-
-
-def decode_payload(text: str) -> Any:
-    """The payload as the handler gets it: what ``json.loads`` returns."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:  # numbers that the standard library takes and msgspec does not
-        return json.loads(text)
-
-
-def _stop_exception(reason: StopReason) -> StopJob:
-    if reason is StopReason.TIMEOUT:
-        return JobTimeout("the job ran longer than its timeout_s")
-    if reason is StopReason.CANCEL:
-        return JobCancelled("the job was cancelled")
-    if reason is StopReason.FENCE:
-        return JobInterrupted("the job's lease is lost")
-    return JobInterrupted("the daemon is stopping")
-
-
-def _own_cpu_us() -> int:
-    return time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID) // 1000
+        raise stop_exception(self.page.stop_reason)
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

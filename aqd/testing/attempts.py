@@ -27,13 +27,14 @@ import msgspec
 
 from aqd import log, messages
 from aqd.config import Config
+from aqd.endings import Ending, decode_payload
 from aqd.errors import StopJob
 from aqd.output import LIMIT as OUTPUT_LIMIT
 from aqd.page import Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import STOP_SIGNAL, boottime_ns
 from aqd.strays import MARKER, NODE
-from aqd.worker import Ending, Worker, decode_payload
+from aqd.worker import Worker
 
 Kind = Literal["completed", "failed", "discarded", "timed_out", "cancelled", "interrupted"]
 Stop = Literal["timeout", "cancel", "drain"]
