@@ -241,17 +241,17 @@ def test_jobs_one_by_one_cost_one_claim_each_and_no_more_announcements(start_dae
 def test_a_busy_node_that_strikes_itself_off_takes_no_notifications_from_the_others(start_daemon, jobs):
     """Two nodes sleep; one gets a backlog and strikes off both. What comes then still wakes the other."""
     poll = {"daemon": {"poll_ms": 60_000, "slots": 1}}
-    start_daemon({**poll, "daemon": {**poll["daemon"], "queues": ["busy"]}})
-    known = wait_asleep(jobs)
     start_daemon({**poll, "daemon": {**poll["daemon"], "queues": ["default"]}})
-    wait_asleep(jobs, known)
+    known = wait_asleep(jobs)
+    start_daemon({**poll, "daemon": {**poll["daemon"], "queues": ["busy"]}})
+    wait_asleep(jobs, known)  # the higher number: it strikes off the other one, too
+    known = jobs.conn.execute("select last_value as n from aqd.wakes").fetchone()["n"]
+    jobs.conn.execute(
+        """select aqd.enqueue('fate', '[{"sleep": 1}]', queue => 'busy') from generate_series(1, 6)"""
+    )
+    struck = "select last_value > %s as s from aqd.wakes"
+    wait_until(lambda: jobs.conn.execute(struck, [known]).fetchone()["s"])
     for _ in range(3):
-        known = jobs.conn.execute("select last_value as n from aqd.wakes").fetchone()["n"]
-        jobs.conn.execute(
-            """select aqd.enqueue('fate', '[{"sleep": 0.3}]', queue => 'busy') from generate_series(1, 4)"""
-        )
-        struck = "select last_value > %s as s from aqd.wakes"
-        wait_until(lambda known=known: jobs.conn.execute(struck, [known]).fetchone()["s"])
         assert delay_s(jobs.wait(jobs.add())) < 3.0
 
 
