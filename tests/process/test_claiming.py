@@ -251,8 +251,8 @@ def test_a_busy_node_that_strikes_itself_off_takes_no_notifications_from_the_oth
     )
     struck = "select last_value > %s as s from aqd.wakes"
     wait_until(lambda: jobs.conn.execute(struck, [known]).fetchone()["s"])
-    for _ in range(3):
-        assert delay_s(jobs.wait(jobs.add())) < 3.0
+    time.sleep(2.0)  # what was notified before has been looked for, also behind floors
+    assert delay_s(jobs.wait(jobs.add())) < 5.0
 
 
 def test_without_notifications_polling_finds_the_jobs(start_daemon, jobs):
