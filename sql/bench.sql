@@ -94,6 +94,11 @@ select exists (select from aqd.jobs j
        or exists (select from aqd.jobs j
                   where j.state = 'PROCESSING' and j.queue = :queue::text and j.priority = :priority::smallint)
 
+-- name: bench_live :one
+-- How many jobs are in the table, and how long its file is.
+-- Index: none, the whole table; through an index this would walk over all that has been.
+select count(*), pg_relation_size('aqd.jobs') from aqd.jobs j
+
 -- name: bench_states :many
 -- What has become of the jobs after :after.
 -- Index: primary keys.

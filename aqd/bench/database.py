@@ -34,6 +34,7 @@ from aqd.errors import ConfigError
 
 QUEUE: Final = "bench"
 _PREFIX: Final = "aqd-bench-"
+_KEEP: Final = "keep"
 _FILL_JOBS: Final = 50_000  # in one statement: a few seconds, and something to show
 # A folder younger than this may belong to somebody who has not locked it yet.
 _LEFTOVER_S: Final = 60.0
@@ -61,6 +62,7 @@ class Database:
         type: str | None = None,
         other: Work | None = None,
         every: int = 0,
+        analyse: bool = True,
         told: Callable[[int], None] = lambda _done: None,
     ) -> None:
         """Stores ``number`` equal jobs (``type`` instead of the work's own; each ``every``-th ``other``) and analyses the
@@ -83,7 +85,8 @@ class Database:
             )
             done += part
             told(done)
-        define(self.conn, "bench_analyze")
+        if analyse:
+            define(self.conn, "bench_analyze")
 
     def fill_history(
         self, number: int, days: int, *, type: str, told: Callable[[int], None] = lambda _done: None
@@ -117,13 +120,18 @@ class Server:
     ``programs`` the folder of the programs of a server of our own."""
 
     def __init__(
-        self, admin_url: str, source: str, data: Path | None = None, programs: Path | None = None
+        self,
+        admin_url: str,
+        source: str,
+        report: Callable[[str], None],
+        data: Path | None = None,
+        programs: Path | None = None,
     ) -> None:
         self.admin_url = admin_url
         self.programs = programs
         self.source = source
         self.data = data
-        self.kept: list[str] = []
+        self._report = report
         with contextlib.closing(connect(admin_url)) as conn:
             _, backend, self._may_checkpoint = run(conn, "bench_server")[0]
             self.postmaster = _postmaster(conn, backend)
@@ -144,7 +152,7 @@ class Server:
             if found is not None:
                 found.conn.close()
             if keep:
-                self.kept.append(name)
+                self._report(f"the database {name} is kept")
             else:
                 self._define("drop_bench_database", name)
 
@@ -190,7 +198,7 @@ def open_server(
 ) -> Iterator[Server]:
     """The server at ``url``, or one of our own with its files below ``directory``."""
     if url is not None:
-        server = Server(url, "the given server")
+        server = Server(url, "the given server", report)
         if server.strangers:
             report(
                 f"databases of other runs are there ({', '.join(server.strangers)}): "
@@ -209,11 +217,13 @@ def open_server(
         assert own.binaries is not None
         # Peer authentication knows this user as the administrator, too.
         administrator = own.url.replace(f"//{DATABASE}@/{DATABASE}?", "//postgres@/postgres?", 1)
-        yield Server(administrator, f"its own, from {own.binaries.source}", own.data, own.binaries.directory)
+        source = f"its own, from {own.binaries.source}"
+        yield Server(administrator, source, report, own.data, own.binaries.directory)
     finally:
         own.stop()
         if keep:
-            report(f"the server's files are kept in {folder}")
+            (folder / _KEEP).touch()
+            report(f"the server's files are kept in {own.data}, for a PostgreSQL of the same version")
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -232,7 +242,7 @@ def _base(directory: Path | None) -> Path:
 def _remove_leftovers(base: Path) -> None:
     """The folders of runs that were killed: their lock is free (:mod:`aqd.embedded`). Those that were to be kept are."""
     for folder in base.glob(f"{_PREFIX}*"):
-        if (folder / "keep").exists():
+        if (folder / _KEEP).exists():
             continue
         with contextlib.suppress(OSError), (folder / "postgres" / "lock").open("r+") as lock:
             if time.time() - os.fstat(lock.fileno()).st_mtime > _LEFTOVER_S:

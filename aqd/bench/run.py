@@ -39,8 +39,6 @@ def run(settings: Settings) -> Report:
         with contextlib.closing(connect(server.admin_url)) as conn:
             versions, server_settings = machine.versions(conn), machine.server_settings(conn)
         results = [_measure(bench, name) for name in settings.scenarios]
-        if server.kept:
-            progress.say(f"databases are kept: {', '.join(server.kept)}")
         return Report(
             started_at=started.isoformat(timespec="seconds"),
             seconds=time.monotonic() - began,
@@ -94,4 +92,5 @@ def _ended_by_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # made by somebody else's C code
+                signal.signal(number, handler)

@@ -104,6 +104,7 @@ SMALL: dict[str, tuple[list[str], int, set[str], set[str]]] = {
     "memory": (["--workers", "1,2", "--jobs", "10"], 0, set(), {"one more slot, new: USS", "one more slot, new: PSS"}),
     "start": (["--workers", "2"], 0, set(), {"2 slots: ready", "2 slots: reload, all slots", "2 slots: stop"}),
     "pinned": (["--workers", "2", "--jobs", "400"], 2, {"last / first quarter"}, {"pinned / not pinned"}),
+    "heap": (["--workers", "2"], 1, {"heap, longest", "heap, at the end"}, set()),
     "backlog": (["--workers", "2"], 2, {"claim p99"}, {"with a backlog / empty"}),
     "history": (["--workers", "2"], 2, {"WAL"}, {"with history / empty"}),
 }  # fmt: skip

@@ -21,6 +21,7 @@ NAMES: Final = (
     "start",
     "enqueue",
     "pinned",
+    "heap",
     "backlog",
     "history",
 )
