@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aqd.bench.report import heading, number
-from aqd.bench.results import Report, Result, Row, Series
+from aqd.bench.results import Figure, Report, Result, Row, Series
 from aqd.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,8 +64,10 @@ def _panels(result: Result) -> list[Any]:
         panels.append(lambda place: _latencies(place, result, timed))
     for curves in _by_axes(result.series):
         panels.append(lambda place, curves=curves: _curves(place, result, curves))
-    if not panels and (figures := [*result.figures, *(f for row in result.rows for f in row.figures)]):
-        panels.append(lambda place: _figures(place, result, [(f.name, f.value, f.unit) for f in figures]))
+    if not panels:
+        named = [("", each) for each in result.figures]
+        named += [(f"{_label(row)}: ", each) for row in result.rows for each in row.figures]
+        panels.append(lambda place: _figures(place, result, named))
     return panels
 
 
@@ -133,14 +135,16 @@ def _curves(place: "Axes", result: Result, curves: Sequence[Series]) -> None:
     _finish(place, result, curves[0].x)
 
 
-def _figures(place: "Axes", result: Result, figures: Sequence[tuple[str, float, str]]) -> None:
+def _figures(place: "Axes", result: Result, figures: Sequence[tuple[str, Figure]]) -> None:
     """Numbers of different units are no bars: a table."""
     place.set_axis_off()
-    cells = [[name, f"{number(value)} {unit}"] for name, value, unit in figures]
+    place.set_title(result.scenario, fontsize=9)
+    if not figures:
+        return
+    cells = [[f"{of}{each.name}", f"{number(each.value)} {each.unit}"] for of, each in figures]
     table = place.table(cells, loc="center", cellLoc="left", colWidths=[0.55, 0.35])
     table.auto_set_font_size(False)
     table.set_fontsize(8)
-    place.set_title(result.scenario, fontsize=10)
 
 
 def _finish(place: "Axes", result: Result, axis: str) -> None:

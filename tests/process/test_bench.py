@@ -99,7 +99,7 @@ SMALL: dict[str, tuple[list[str], int, set[str], set[str]]] = {
     "latency": (["--workers", "2"], 2, {"p50", "p99", "achieved rate"}, set()),
     "steady": (["--workers", "2", "--rate", "40"], 1, {"wanted rate", "achieved rate"}, set()),
     "scale": (["--workers", "1,2"], 4, {"efficiency"}, set()),
-    "crash": (["--workers", "2", "--jobs", "40"], 2, {"crashes"}, {"with crashes / without"}),
+    "crash": (["--workers", "2", "--jobs", "40"], 4, {"crashes"}, {"noop: with crashes / without"}),
     "idle": (["--workers", "2"], 1, {"queries", "CPU of the node", "claims for one enqueue"}, set()),
     "memory": (["--workers", "1,2", "--jobs", "10"], 0, set(), {"one more slot, new: USS", "one more slot, new: PSS"}),
     "start": (["--workers", "2"], 0, set(), {"2 slots: ready", "2 slots: reload, all slots", "2 slots: stop"}),
