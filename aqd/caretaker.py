@@ -36,7 +36,7 @@ REFUSALS = (
 # Functions whose time is shown, and as what.
 OPERATIONS = {
     "claim_jobs": "claim",
-    "record_completed": "record",
+    "record_columns": "record",
     "record_failed": "record",
     "release": "record",
     "renew": "renew",

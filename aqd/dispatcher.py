@@ -524,8 +524,7 @@ class Dispatcher:
         certain_ns = asked_ns + int(self.config.daemon.lease_s * 1e9)
         late = boottime_ns() - asked_ns > STALE_S * 1e9
         refused = late or self.draining or self.handing_over
-        for job in jobs:
-            held = self.stock.claimed(job, certain_ns)
+        for job, held in zip(jobs, self.stock.claimed(jobs, certain_ns), strict=True):
             if refused or job.type not in self.stock.handlers:
                 self._release(held, "the claim's answer came too late" if late else "not begun")
             elif held.extra_bytes and (work := outcomes.unsendable(held, boottime_ns())) is not None:

@@ -64,16 +64,10 @@ class Held(msgspec.Struct, eq=False):
     flags: int = 0
     payload_bytes: int = 0
     extra_bytes: int = 0  # tags and meta
+    frame_bytes: int = 0
     expected_ns: int = 0
     lost: bool = False
     cancelled: bool = False
-
-    @property
-    def frame_bytes(self) -> int:
-        """What it takes of a frame."""
-        assert self.job is not None
-        names = len(self.job.type) + len(self.job.queue)
-        return min(self.payload_bytes, INLINE_PAYLOAD) + self.extra_bytes + names + ENTRY_BYTES
 
 
 Outcome = messages.Done | messages.Broken
@@ -165,30 +159,21 @@ class Link:
         until = min([job.certain_ns for job in jobs])
         self.page.lease_until_ns = min(until, self.page.lease_until_ns) if self.held else until
         entries, fds = [], []
+        held_by, unfinished, entry = self.held, self.unfinished, messages.JobEntry
         for number, held in enumerate(jobs, first):
-            self.held[number] = held
-            self.unfinished[number] = held.expected_ns
-            self.load_ns += held.expected_ns
+            held_by[number] = held
+            unfinished[number] = held.expected_ns
             job = held.job
             assert job is not None
-            payload: str | None = job.payload
+            id, _, type, queue, _, text, attempt, _, _, created, _, _, _, tags, meta, _ = job
+            payload: str | None = text
             if held.payload_bytes > INLINE_PAYLOAD:
-                fds.append(channel.to_memfd(job.payload.encode()))
+                fds.append(channel.to_memfd(text.encode()))
                 payload = None
             entries.append(
-                messages.JobEntry(
-                    number,
-                    job.id,
-                    job.type,
-                    payload,
-                    job.attempt,
-                    held.max_attempts,
-                    job.queue,
-                    job.created_at_us,
-                    job.tags,
-                    job.meta,
-                )
+                entry(number, id, type, payload, attempt, held.max_attempts, queue, created, tags, meta)
             )
+        self.load_ns += sum([held.expected_ns for held in jobs])
         try:
             channel.send(self.channel, messages.encode(messages.Frame(entries)), fds)
         finally:

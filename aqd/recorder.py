@@ -31,7 +31,7 @@ from aqd.hookspecs import HandlerInfo
 from aqd.links import Held
 from aqd.process import boottime_ns
 from aqd.sessions import PAUSE_MAX_S, Session
-from aqd.store import Completion, Failure, JobFacts, Lease, Progress, Release
+from aqd.store import Failure, JobFacts, Lease, Progress, Release
 from aqd.store.figures import job_labels
 
 logger = log.get_logger("recorder")
@@ -292,22 +292,20 @@ class Recorder(threading.Thread):
 
     def _record_completed(self, items: Sequence[Completed]) -> None:
         now = boottime_ns()
-        rows = [
-            Completion(
-                item.held.id,
-                item.held.token,
-                done.result or None,
-                (now - done.started_ns - done.wall_ns) / 1e9,
-                done.wall_ns / 1e9,
-                done.cpu_us / 1e6,
-                done.peak_kb,
-                output.text(done.output) if done.output else None,
-            )
-            for item in items
-            for done in (item.done,)
-        ]
         labels = self._labels([item for item in items if item.held.job is None])
-        recorded = self.session.run(store.record_completed, rows)
+        helds, dones = [item.held for item in items], [item.done for item in items]
+        printed = any([done.output for done in dones])
+        columns = store.Completions(
+            [held.id for held in helds],
+            [held.token for held in helds],
+            [done.result or None for done in dones],
+            [(now - done.started_ns - done.wall_ns) / 1e9 for done in dones],
+            [done.wall_ns / 1e9 for done in dones],
+            [done.cpu_us / 1e6 for done in dones],
+            [done.peak_kb for done in dones],
+            [output.text(done.output) if done.output else None for done in dones] if printed else (),
+        )
+        recorded = self.session.run(store.record_columns, columns)
         self.figures.completed(
             (
                 job.queue,

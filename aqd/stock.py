@@ -22,7 +22,7 @@ from aqd.channel import ChannelClosed
 from aqd.claims import NOTHING, ClaimedJob, Wish
 from aqd.config import Config
 from aqd.hookspecs import HandlerInfo
-from aqd.links import Held, Link
+from aqd.links import ENTRY_BYTES, INLINE_PAYLOAD, Held, Link
 from aqd.page import Flag
 from aqd.process import boottime, boottime_ns
 from aqd.shares import COMMON, Shares
@@ -113,25 +113,49 @@ class Stock:
             else:
                 self._release(held, "not begun")
 
-    def claimed(self, job: ClaimedJob, certain_ns: int) -> Held:
-        """What the node holds of a claimed job."""
-        rules = self._rules_of(job.type)
-        payload = job.payload
-        held = Held(
-            job.id,
-            job.token,
-            job.attempt,
-            certain_ns,
-            job,
-            int(job.timeout_s * 1e9) if job.timeout_s else rules.limit_ns,
-            job.max_attempts or rules.max_attempts,
-            rules.memory_kb,
-            rules.flags,
-            len(payload) if payload.isascii() else len(payload.encode()),
-        )
-        if job.meta or job.tags:
-            held.extra_bytes = _bytes(job.meta or "") + _bytes(job.tags or "")
-        return held
+    def claimed(self, jobs: Iterable[ClaimedJob], certain_ns: int) -> list[Held]:
+        """What the node holds of claimed jobs."""
+        found = []
+        rules_of = self._rules.get
+        for job in jobs:
+            (
+                id,
+                token,
+                type,
+                queue,
+                _,
+                payload,
+                attempt,
+                max_attempts,
+                timeout_s,
+                _,
+                _,
+                _,
+                _,
+                tags,
+                meta,
+                _,
+            ) = job
+            rules = rules_of(type) or self._rules_of(type)
+            size = len(payload) if payload.isascii() else len(payload.encode())
+            extra = _bytes(meta or "") + _bytes(tags or "") if meta or tags else 0
+            found.append(
+                Held(
+                    id,
+                    token,
+                    attempt,
+                    certain_ns,
+                    job,
+                    int(timeout_s * 1e9) if timeout_s else rules.limit_ns,
+                    max_attempts or rules.max_attempts,
+                    rules.memory_kb,
+                    rules.flags,
+                    size,
+                    extra,
+                    min(size, INLINE_PAYLOAD) + extra + len(type) + len(queue) + ENTRY_BYTES,
+                )
+            )
+        return found
 
     def _limit(self, held: Held, job: ClaimedJob) -> None:
         """By the present generation's handlers."""

@@ -57,7 +57,7 @@ class World:
         for _ in range(count):
             job = ClaimedJob(self._next, 99, type, queue, 0, "{}", 1, None, None, 0, 0, 0, 0)
             self._next += 1
-            held = self.stock.claimed(job, boottime_ns() + 60_000_000_000)
+            (held,) = self.stock.claimed([job], boottime_ns() + 60_000_000_000)
             self.stock.add(held)
             added.append(held)
         return added
