@@ -31,7 +31,9 @@ with gone as (
         order by 1
     ) as g
     where j.id = any(array[g.id]) and j.lease_token = g.token
-    returning j.*, g.result, g.output, g.wall_s, g.cpu_s, g.peak_kb,
+    returning j.id, j.run_at, j.created_at, j.claimed_at, j.lease_token, j.timeout_s, j.max_attempts, j.attempt,
+              j.crashes, j.interruptions, j.retries, j.priority, j.type, j.queue, j.node_id, j.payload,
+              j.cancel_requested_at, j.tags, j.meta, g.result, g.output, g.wall_s, g.cpu_s, g.peak_kb,
               now() - least(greatest(g.age_s, 0), 86400) * interval '1 second' as finished_at
 ), kept as (
     insert into aqd.job_history (
