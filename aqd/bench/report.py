@@ -1,9 +1,8 @@
-"""A report as tables for people (where it ran, then each scenario) and as JSON for programs."""
+"""A report as tables for people and as JSON for programs. Pure; the command prints them."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-import click
 import msgspec
 
 from aqd.bench.results import Figure, Report, Result, Row
@@ -19,13 +18,11 @@ def document(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
-def show(report: Report) -> None:
-    """All of it, on standard output."""
-    for line in heading(report):
-        click.echo(line)
-    for result in report.results:
-        click.echo()
-        show_result(result)
+class Table(NamedTuple):
+    """Head and lines, all of the same length."""
+
+    head: tuple[str, ...]
+    lines: list[tuple[str, ...]]
 
 
 def heading(report: Report) -> list[str]:
@@ -45,27 +42,20 @@ def heading(report: Report) -> list[str]:
     ]
 
 
-def show_result(result: Result) -> None:
-    """One scenario: the table of this field, what stands behind each line of it, how the lines compare."""
-    from aqd.cli.output import print_table
-
-    click.secho(f"{result.scenario}: {result.summary}", bold=True)
-    variants = any(row.variant for row in result.rows)
-    timed = any(row.latency is not None for row in result.rows)
-    head = (*(("Variant",) if variants else ()), *COLUMNS, *(LATENCY if timed else ()))
-    print_table(head, [cells(row, variants, timed) for row in result.rows])
+def tables(result: Result) -> list[Table]:
+    """Of one scenario: the table of this field, what stands behind each line of it, how the lines compare."""
+    found = []
     if result.rows:
-        click.echo()
-        print_table(*details(result.rows))
+        variants = any(row.variant for row in result.rows)
+        timed = any(row.latency is not None for row in result.rows)
+        head = (*(("Variant",) if variants else ()), *COLUMNS, *(LATENCY if timed else ()))
+        found.append(Table(head, [cells(row, variants, timed) for row in result.rows]))
+        found.append(details(result.rows))
     if result.figures:
-        click.echo()
         wanted = any(each.good for each in result.figures)
-        print_table(
-            ("", "value", *(("wanted",) if wanted else ()), ""),
-            [_line(each, wanted) for each in result.figures],
-        )
-    for note in result.notes:
-        click.echo(f"note: {note}")
+        head = ("", "value", *(("wanted",) if wanted else ()), "")
+        found.append(Table(head, [_line(each, wanted) for each in result.figures]))
+    return found
 
 
 def cells(row: Row, variants: bool, timed: bool) -> tuple[str, ...]:
@@ -88,7 +78,7 @@ def cells(row: Row, variants: bool, timed: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def details(rows: Sequence[Row]) -> Table:
     """Head and lines of the second table: a line for each fact, a column for each row; the other way round for many."""
     wanted: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -101,9 +91,9 @@ def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
             (label, *(each.get(name, "-") for name in names))
             for label, each in zip(labels, facts, strict=True)
         ]
-        return ("", *heads), lines
+        return Table(("", *heads), lines)
     more = (("wanted",) if wanted else ()) + (("",) if notes else ())
-    return ("", *labels, *more), [
+    lines = [
         (
             name,
             *(each.get(name, "-") for each in facts),
@@ -112,6 +102,7 @@ def details(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         )
         for name in names
     ]
+    return Table(("", *labels, *more), lines)
 
 
 def _label(row: Row) -> str:

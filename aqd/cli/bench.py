@@ -7,10 +7,14 @@ would otherwise be missing only after a long run (a folder for the files, matplo
 import math
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from aqd.errors import ConfigError, Exit
+
+if TYPE_CHECKING:
+    from aqd.bench.results import Report
 
 
 class _Workers(click.ParamType[tuple[int, ...]]):
@@ -194,8 +198,25 @@ def bench_command(
     if json_file == "-":
         click.echo(report.document(found), nl=False)
     else:
-        report.show(found)
+        show(found)
     return Exit.OK
+
+
+def show(found: "Report") -> None:
+    """All of it, on standard output: where it ran, then each scenario."""
+    from aqd.bench import report
+    from aqd.cli.output import print_table
+
+    for line in report.heading(found):
+        click.echo(line)
+    for result in found.results:
+        click.secho(f"\n{result.scenario}: {result.summary}", bold=True)
+        for number, table in enumerate(report.tables(result)):
+            if number:
+                click.echo()
+            print_table(table.head, table.lines)
+        for note in result.notes:
+            click.echo(f"note: {note}")
 
 
 def _check_writable(option: str, name: str | None) -> None:

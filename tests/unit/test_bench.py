@@ -15,6 +15,7 @@ from aqd.bench.database import with_database
 from aqd.bench.node import Statements, toml
 from aqd.bench.results import Figure, Latency, Report, Result, Row, Run, Series
 from aqd.bench.settings import Settings, Work
+from aqd.cli import bench as bench_command
 from aqd.cli import command
 from aqd.errors import Exit, UserError, WorldError
 from tests.system.readme_page import PAGE, code
@@ -178,7 +179,7 @@ def made() -> Report:
 
 
 def test_the_table_of_this_field(capsys) -> None:
-    report.show(made())
+    bench_command.show(made())
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = ["Workers", "Jobs", "Total", "Time", "(s)", "Throughput", "(jobs/s)", "Failures"]
     at = lines.index(head)
