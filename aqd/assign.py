@@ -6,7 +6,9 @@ learnt from its outcomes; a type never seen, and one that takes longer than a fr
 to an idle worker. A worker is topped up while it still has work, so that it does not wait for the
 dispatcher between two frames.
 
-With ``frame_ms = 0`` every job travels alone.
+With ``frame_ms = 0`` every job travels alone, and to an idle worker only.
+
+Short jobs are claimed ahead in any case: a claim for each would cost more than the job.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,8 @@ FRAME_JOBS_MAX: Final = 100
 SMALLEST_NS: Final = 400_000
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
 CLAIM_MAX: Final = 1600
+# Jobs that take less than half of it are claimed ahead, so many that each worker has four times as much to do.
+AHEAD_NS: Final = 5_000_000
 # Weight of the newest job in a type's estimate. Upwards quickly (a type that got slow must not be stacked),
 # downwards slowly.
 _UP: Final = 0.5
@@ -88,8 +92,12 @@ class Budget:
         return load_ns < self.frame_ns / 2 and unfinished < FRAME_JOBS_MAX
 
     def stacks(self, mean_ns: float) -> bool:
-        """Whether jobs that take so long travel together, and are claimed ahead; of none is known how long."""
-        return bool(mean_ns) and int(self.frame_ns / mean_ns) > 1
+        """Whether jobs that take so long are claimed ahead, and travel together if they may; of none is known how long."""
+        return bool(mean_ns) and int(self.ahead_ns / mean_ns) > 1
+
+    @property
+    def ahead_ns(self) -> int:
+        return self.frame_ns or AHEAD_NS
 
     def demand(self, *, idle: int, workers: int, ready: int, mean_ns: float) -> int:
         """How many jobs to claim now. Long jobs are not claimed ahead: another node may be idle."""
@@ -97,7 +105,7 @@ class Budget:
             return 0
         if not self.stacks(mean_ns):
             return max(0, idle - ready)
-        per_worker = int(self.frame_ns / mean_ns)
+        per_worker = int(self.ahead_ns / mean_ns)
         target = min(CLAIM_MAX, 4 * workers * min(per_worker, FRAME_JOBS_MAX))
         # Half a target at a time: many small claims cost more than a few large ones.
         return target - ready if ready < target / 2 else 0

@@ -112,6 +112,21 @@ class Peeked:
         except BlockingIOError:
             return None
 
+    def skip(self, message: bytes) -> bool | None:
+        """Forget the next message if it is this one, which carries no descriptors; whether it was, None if there is
+        none now. Only while nothing that was peeked at waits to be consumed. (2 µs, with :meth:`peek` 6.)"""
+        try:
+            size = self.channel.recv_into(_buffer, 0, _PEEK)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            return False
+        if size == len(message) and _buffer.startswith(message):
+            self.channel.recv_into(_buffer)
+            return True
+        self.channel.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        return False
+
     def consume(self) -> None:
         """Forget the oldest message. Only for what was peeked at."""
         try:

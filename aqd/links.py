@@ -214,6 +214,10 @@ class Link:
         is passed over. Sets :attr:`closed` after the last one of a dead worker."""
         found: list[Outcome | None] = []
         while not self.closed:
+            if not self.notes and (skipped := self.peeked.skip(messages.BELL)) is not False:
+                if skipped:
+                    continue
+                break
             try:
                 data = self.peeked.peek()
                 if data is None:

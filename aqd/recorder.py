@@ -294,7 +294,7 @@ class Recorder(threading.Thread):
         now = boottime_ns()
         labels = self._labels([item for item in items if item.held.job is None])
         helds, dones = [item.held for item in items], [item.done for item in items]
-        printed = any([done.output for done in dones])
+        printed = any(done.output for done in dones)
         columns = store.Completions(
             [held.id for held in helds],
             [held.token for held in helds],

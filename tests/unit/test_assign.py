@@ -97,3 +97,9 @@ def test_demand_is_bounded_and_never_negative(idle, workers, ready, mean_ns, fra
 @pytest.mark.parametrize(("idle", "ready", "wanted"), [(3, 0, 3), (3, 2, 1), (0, 0, 0), (1, 5, 0)])
 def test_long_jobs_are_not_claimed_ahead(idle, ready, wanted):
     assert Budget(5 * MS).demand(idle=idle, workers=4, ready=ready, mean_ns=60_000 * MS) == wanted
+
+
+def test_short_jobs_are_claimed_ahead_also_where_each_travels_alone():
+    short = {"idle": 0, "workers": 4, "ready": 0, "mean_ns": MS // 100}
+    assert Budget(0).demand(**short) == Budget(5 * MS).demand(**short) >= 400
+    assert Budget(0).demand(idle=1, workers=4, ready=0, mean_ns=60 * MS) == 1

@@ -292,3 +292,28 @@ def test_a_peer_tells_the_end_after_the_last_message(ends):
         next(messages)
     with pytest.raises(ChannelClosed):
         peer.send("too late")
+
+
+def test_a_message_that_only_rings_is_skipped_and_no_other(ends):
+    ours, theirs = ends
+    peeked = Peeked(ours)
+    assert peeked.skip(b"bell") is None
+    for message in (b"bell", b"bell", b"bells", b"bell"):
+        theirs.send(message)
+    assert peeked.skip(b"bell") is True
+    assert peeked.skip(b"bell") is True
+    assert peeked.skip(b"bell") is False
+    assert peeked.peek() == (b"bells", [])
+    assert Peeked(ours).peek() == (b"bells", []), "not consumed"
+    with open(__file__) as file:
+        channel.send(theirs, b"with a descriptor", [file.fileno()])
+    peeked = Peeked(ours)
+    assert peeked.skip(b"bell") is False
+    peeked.consume()
+    assert peeked.skip(b"bell") is True
+    assert peeked.skip(b"bell") is False
+    found = peeked.peek()
+    assert found is not None
+    assert found[0] == b"with a descriptor"
+    assert len(found[1]) == 1
+    os.close(found[1][0])
