@@ -4,9 +4,10 @@ matplotlib is imported here only, with the backend that needs no display. Colour
 people who see red and green alike can tell apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aqd.bench.report import heading, number
 from aqd.bench.results import Figure, Report, Result, Row, Series
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _WIDTH_IN: Final = 7.5
 _HEIGHT_IN: Final = 3.6
+_LINE_IN: Final = 0.16
 _DPI: Final = 110
 _PERCENTILES: Final = ("p50_ms", "p95_ms", "p99_ms", "max_ms")
 
@@ -39,35 +41,54 @@ def draw(report: Report, path: Path) -> None:
 
     panels = [panel for result in report.results for panel in _panels(result)]
     columns = min(2, max(1, len(panels)))
-    lines = -(-max(1, len(panels)) // columns)
+    heights = [
+        max(panel.height_in for panel in panels[first : first + columns])
+        for first in range(0, len(panels), columns)
+    ] or [_HEIGHT_IN]
     figure, axes = plt.subplots(
-        lines, columns, figsize=(_WIDTH_IN * columns, _HEIGHT_IN * lines + 1.0), squeeze=False, dpi=_DPI
+        len(heights),
+        columns,
+        figsize=(_WIDTH_IN * columns, sum(heights) + 1.0),
+        squeeze=False,
+        dpi=_DPI,
+        layout="constrained",
+        gridspec_kw={"height_ratios": heights},
     )
     places = [place for line in axes for place in line]
     for place, panel in zip(places, panels, strict=False):
-        panel(place)
+        panel.draw(place)
     for place in places[len(panels) :]:
         place.set_axis_off()
     figure.suptitle("\n".join(heading(report)), fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, format="png")
     plt.close(figure)
 
 
-def _panels(result: Result) -> list[Any]:
-    """What draws each panel: rates, latencies, curves, and figures where there is nothing else."""
-    panels: list[Any] = []
+class _Panel(NamedTuple):
+    """A part of the picture, with ``lines`` of labels."""
+
+    draw: Callable[["Axes"], None]
+    lines: int = 0
+
+    @property
+    def height_in(self) -> float:
+        return max(_HEIGHT_IN, _LINE_IN * self.lines + 1.0)
+
+
+def _panels(result: Result) -> list[_Panel]:
+    """Rates, latencies, curves, and figures where there is nothing else."""
+    panels: list[_Panel] = []
     rows = [row for row in result.rows if row.throughput is not None and row.latency is None]
     if rows and not result.series:
-        panels.append(lambda place: _rates(place, result, rows))
+        panels.append(_Panel(lambda place: _rates(place, result, rows), 2 * len(rows)))
     if timed := [row for row in result.rows if row.latency is not None]:
-        panels.append(lambda place: _latencies(place, result, timed))
+        panels.append(_Panel(lambda place: _latencies(place, result, timed), 4 * len(timed)))
     for curves in _by_axes(result.series):
-        panels.append(lambda place, curves=curves: _curves(place, result, curves))
+        panels.append(_Panel(partial(_curves, result=result, curves=curves)))
     if not panels:
         named = [("", each) for each in result.figures]
         named += [(f"{_label(row)}: ", each) for row in result.rows for each in row.figures]
-        panels.append(lambda place: _figures(place, result, named))
+        panels.append(_Panel(lambda place: _figures(place, result, named), len(named)))
     return panels
 
 
@@ -79,7 +100,7 @@ def _label(row: Row) -> str:
 def _rates(place: "Axes", result: Result, rows: Sequence[Row]) -> None:
     """Bars, with the lowest and the highest round as a line."""
     values = [row.throughput or 0.0 for row in rows]
-    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(rows))]
+    colours = list(_COLOURS[: len(rows)]) if len(rows) <= len(_COLOURS) else [_COLOURS[0]] * len(rows)
     bars = place.barh([_label(row) for row in rows], values, color=colours)
     place.bar_label(bars, [f" {number(value)}" for value in values], fontsize=8)
     for index, row in enumerate(rows):

@@ -82,7 +82,7 @@ class Series(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a scenario has found. ``figures`` compare its rows."""
+    """What a scenario has found. ``figures`` compare its rows; ``error`` says why there are none."""
 
     scenario: str
     summary: str
@@ -91,6 +91,7 @@ class Result(msgspec.Struct, kw_only=True):
     figures: list[Figure] = []
     series: list[Series] = []
     notes: list[str] = []
+    error: str = ""
 
 
 class Report(msgspec.Struct, kw_only=True):

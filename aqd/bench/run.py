@@ -14,18 +14,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import psycopg
+
 from aqd.bench import machine, scenarios
 from aqd.bench.bench import Bench, summary
 from aqd.bench.database import connect, open_server
 from aqd.bench.progress import Progress
 from aqd.bench.results import Report, Result
 from aqd.bench.settings import Settings
+from aqd.errors import AqdError
+from aqd.log import describe
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(settings: Settings) -> Report:
-    """Measures; raises :class:`aqd.errors.AqdError` and psycopg's errors."""
+    """Measures. A scenario that fails is told with its error, and the others go on: after an hour of measuring nothing is
+    to be lost. Raises :class:`aqd.errors.AqdError` and psycopg's errors where none could begin."""
     started, began = datetime.now(UTC), time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
@@ -54,7 +59,11 @@ def _measure(bench: Bench, name: str) -> Result:
     bench.progress.scenario(name)
     began = time.monotonic()
     scenario = scenarios.find(name)
-    result = scenario().run(bench)
+    try:
+        result = scenario().run(bench)
+    except (AqdError, psycopg.Error, OSError) as error:
+        bench.progress.say(f"{name} has failed: {describe(error)}")
+        result = Result(scenario=name, summary="", error=str(error))
     result.summary = summary(scenario)
     result.seconds = time.monotonic() - began
     return result

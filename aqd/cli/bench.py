@@ -199,7 +199,11 @@ def bench_command(
         click.echo(report.document(found), nl=False)
     else:
         show(found)
-    return Exit.OK
+    failed = [each for each in found.results if each.error]
+    for each in failed:
+        for line in each.error.splitlines():
+            click.echo(f"aqd: {each.scenario}: {line}", err=True)
+    return Exit.ERROR if failed else Exit.OK
 
 
 def show(found: "Report") -> None:

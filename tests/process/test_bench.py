@@ -244,8 +244,26 @@ def test_killed(benchmark: Benchmark, pg: Postgres) -> None:
     assert not folder.exists()
 
 
-def test_a_daemon_that_does_not_start(benchmark: Benchmark, pg: Postgres) -> None:
-    """The reason stands in its log."""
+def test_a_scenario_that_fails(benchmark: Benchmark, pg: Postgres) -> None:
+    """It is told, and the others go on: after an hour of measuring nothing is to be lost."""
+    process = benchmark.start(
+        *ENDLESS, "start", "--rounds", "1", "--json", str(benchmark.json_file), "--database-url", pg.admin_url
+    )
+    wait_until(lambda: "running 1,000 jobs" in benchmark.errors(), 60)
+    (master,) = [each for each in benchmark.left() if each.title.startswith("aqd: master")]
+    os.kill(master.pid, signal.SIGKILL)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "aqd: drain: the daemon ended with status -9" in benchmark.errors().splitlines()
+    drain, start = json.loads(benchmark.json_file.read_text())["results"]
+    assert "ended with status -9" in drain["error"]
+    assert start["figures"]
+    assert start["error"] == ""
+    assert "reload served" in out
+    check_clean(benchmark, pg)
+
+
+def test_a_server_that_cannot_be_reached(benchmark: Benchmark, pg: Postgres) -> None:
     process = benchmark.start(
         *("drain", "--scale", "0.001", "--workers", "512", "--rounds", "1", "--database-url", "postgresql:///nowhere?host=/nowhere")
     )  # fmt: skip
