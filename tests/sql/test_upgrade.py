@@ -196,3 +196,17 @@ def test_readers_are_held_up_last(conn: database.Connection, empty_database_url:
             reader.execute(f"select from aqd.{table} limit 1".encode())
         conn.execute("set lock_timeout = '1ms'")
         conn.execute(pending[:first].encode())
+
+
+def test_room_in_the_key_waits_for_nobody(conn: database.Connection, empty_database_url: str) -> None:
+    """While others read and write jobs, which must not wait behind it either."""
+    files = {each.version: each.text for each in migrate.load_files()}
+    migrate.migrate(conn)
+    with store.connect(Database(url=empty_database_url), "writer") as writer, writer.transaction():
+        writer.execute("select aqd.enqueue('noop')")
+        writer.execute("update aqd.jobs set run_at = now()")
+        conn.execute("set lock_timeout = '1ms'")
+        with conn.transaction():
+            conn.execute(files[5].encode())
+            writer.execute("select aqd.enqueue('noop')")
+            writer.execute("select from aqd.jobs where id = 1")
