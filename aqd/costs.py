@@ -16,13 +16,14 @@ from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 
 class Costs:
-    """``cpu_us``: what the process and its helpers have used up to where the last account ended."""
+    """``cpu_us``: what the process and its helpers have used up to where the last account ended. ``settled``: the mark
+    of the most memory stands where it would stand if it were set back now."""
 
     def __init__(self) -> None:
         self._peak_fd = -1
         with contextlib.suppress(OSError):  # a kernel without it: the peak is then the whole life's
             self._peak_fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-        self._settled = False
+        self.settled = False
         self._peak_kb = self._helpers_cpu_us = self._helpers_peak_kb = 0
         self.cpu_us = 0
         self._count_helpers()
@@ -33,8 +34,9 @@ class Costs:
         usage = getrusage(RUSAGE_SELF)
         self.cpu_us = int((usage.ru_utime + usage.ru_stime) * 1e6) + self._helpers_cpu_us
 
-    def begin_job(self) -> None:
-        if not self._settled and self._peak_fd >= 0:
+    def reset_peak(self) -> None:
+        """Before a job, unless :attr:`settled`."""
+        if self._peak_fd >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._peak_fd, b"5")  # 0.6 µs
 
@@ -44,7 +46,7 @@ class Costs:
         # One call for both (0.8 µs): the process's clock alone takes 0.6.
         usage = getrusage(RUSAGE_SELF)
         peak_kb: int = usage.ru_maxrss
-        self._settled = peak_kb == self._peak_kb and not thorough
+        self.settled = peak_kb == self._peak_kb and not thorough
         self._peak_kb = peak_kb
         before, self.cpu_us = (
             self.cpu_us,

@@ -27,8 +27,9 @@ from aqd.strays import DETACH, MARKER, NODE, detached, environment
 LIMIT_S: Final = 1.0
 _WALL: Final = 0x40000000  # __WALL: also of children that send no SIGCHLD
 _ANY: Final = os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL
-# "No children" is what every job ends with, and an exception for it would cost 1.1 µs instead of 0.5.
-_waitid: Final = ctypes.CDLL(None, use_errno=True).waitid
+# "No children" is what every job ends with, and an exception for it would cost 1.1 µs instead of 0.5. It never waits,
+# so it may keep the interpreter's lock.
+_waitid: Final = ctypes.PyDLL(None, use_errno=True).waitid
 
 
 class Helpers:

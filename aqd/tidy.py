@@ -34,8 +34,11 @@ BRIEF_NS: Final = 100_000
 # Without the module's detour by enumerations (getsignal 0.03 µs instead of 1.4; they compare equal).
 _raw: Any = getattr(signal, "_signal", signal)
 _getsignal: Callable[[int], Any] = _raw.getsignal
-_getitimer: Callable[[int], tuple[float, float]] = signal.getitimer
 _set_mask: Callable[[int, tuple[int, ...]], Any] = _raw.pthread_sigmask
+_SETMASK: Final = int(signal.SIG_SETMASK)
+# Bound once: a job pays for each name that is looked up in a module.
+_getitimer, _cancel_dump, _set_umask = signal.getitimer, faulthandler.cancel_dump_traceback_later, os.umask
+_getpriority, _getresuid, _getresgid = os.getpriority, os.getresuid, os.getresgid
 _TIMERS: Final = tuple(map(int, (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)))
 _UNSET: Final = (0.0, 0.0)
 _SIGNALS: Final = tuple(map(int, sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))[:29]
@@ -117,19 +120,19 @@ class Tidy:
 
         ``thorough``: also what the interpreter would have told of.
         """
-        _set_mask(signal.SIG_SETMASK, ())
+        _set_mask(_SETMASK, ())
         for timer in self._timers:
             if _getitimer(timer) != _UNSET:
                 signal.setitimer(timer, 0)
-        faulthandler.cancel_dump_traceback_later()
-        if _handlers() != self._handlers_now:
+        _cancel_dump()
+        if list(map(_getsignal, _SIGNALS)) != self._handlers_now:
             self._restore_handlers()
-        os.umask(self._umask)
+        _set_umask(self._umask)
         found = self._restore_thoroughly() if thorough else []
-        if os.getpriority(os.PRIO_PROCESS, 0) != self._nice:
+        if _getpriority(0, 0) != self._nice:
             found += self._restore_nice()
-        if os.getresuid() != self._users or os.getresgid() != self._groups:
-            found.append(f"account {(*os.getresuid(), *os.getresgid())}")
+        if _getresuid() != self._users or _getresgid() != self._groups:
+            found.append(f"account {(*_getresuid(), *_getresgid())}")
         return found
 
     def _restore_handlers(self) -> None:

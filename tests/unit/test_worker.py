@@ -30,6 +30,7 @@ from aqd.hookspecs import Confinement, HandlerInfo, JobContext
 from aqd.page import Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import boottime_ns
+from aqd.title import Title
 from aqd.worker import Worker
 
 
@@ -40,6 +41,16 @@ class Untouched(output.Streams):
         self.output_fd = output_fd
 
     def restore(self) -> None:
+        pass
+
+
+class Untitled(Title):
+    """The test's process keeps its own title."""
+
+    def __init__(self) -> None:
+        pass
+
+    def show_job(self, type: str, id: int) -> None:
         pass
 
 
@@ -59,6 +70,7 @@ class Bench:
             self.registry, Config(), theirs, self.page, self.output_fd, ["late"], os.getppid()
         )
         self.worker.streams = Untouched(self.output_fd)
+        self.worker.title = Untitled()
         self.worker.prepare()
         self.ran: list[int] = []
 
