@@ -26,6 +26,11 @@ logger = log.get_logger("keeper")
 STEP_STATEMENTS = 2.0
 # How long the last figures may take when the process is about to leave.
 LAST_S = 1.0
+# The sign of life is given whenever what it says has changed, and so many times within the time after which the others
+# would take this node for gone.
+SIGNS_PER_TTL = 6
+# So long after the last job the sessions of the database have told its statistics of all that they did.
+CALM_S = 15.0
 # Characters of what a plugin says of itself.
 TEXT_MAX = 200
 ERROR_MAX = 2_000
@@ -68,6 +73,8 @@ class Caretaker(threading.Thread):
         self._info = figures.NodeInfo()
         self._info_refused = False  # and said so
         self._next_figures = 0.0
+        self._lived: tuple[store.NodeState, float] | None = None  # the last sign of life, and when
+        self._worked_at = boottime()
         self._leave_by: float | None = None
         self._start = start
         self._keeper = keeper.Keeper(start.config, start.node_id)
@@ -114,6 +121,8 @@ class Caretaker(threading.Thread):
             self._info = msgspec.structs.replace(self._info, busy=busy, listener_up=listening)
         cells = self.counted.drain()
         self._unwritten.add(cells)
+        if busy or any(cell.metric == "attempts" for cell in cells):
+            self._worked_at = boottime()
         gauges, self._gauges = self._gauges, None
         for first in range(0, len(cells), CELLS_MAX):
             send(messages.Counted(cells[first : first + CELLS_MAX]))
@@ -162,7 +171,11 @@ class Caretaker(threading.Thread):
             state="draining" if self.draining else "running",
             info=_json(self._info),
         )
-        self._live(state)
+        signs_s = start.config.keeper.node_ttl_s / SIGNS_PER_TTL
+        if self._lived is None or self._lived[0] != state or boottime() >= self._lived[1] + signs_s:
+            began = boottime()
+            self._live(state)
+            self._lived = state, began
         if serving[1] != self._declared:
             self.session.run(store.declare_handlers, serving[1])
             self._declared = serving[1]
@@ -173,8 +186,9 @@ class Caretaker(threading.Thread):
             self._gauges = self.session.run(figures.gauges)
         if not self.may_rescue:
             return 0.2
+        self._keeper.idle = boottime() >= self._worked_at + CALM_S
         pause = self.session.run(self._keeper.step, boottime())
-        return min(pause, start.config.keeper.node_ttl_s / 3, figures_s)
+        return min(pause, signs_s, figures_s)
 
     def _live(self, state: store.NodeState) -> None:
         """The sign of life, without decoration if need be: other nodes would fail the node's jobs as of unknown types."""

@@ -180,6 +180,11 @@ class Peer:
     def fileno(self) -> int:
         return self.channel.fileno()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something could not be sent yet."""
+        return bool(self._waiting)
+
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send or keep for later; :class:`ChannelClosed` if the other side is gone."""
         data = self._encode(message)

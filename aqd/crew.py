@@ -43,6 +43,9 @@ OUTPUT_KEPT, OUTPUT_MAX = 128 << 10, 1 << 20
 # How often output files are looked at (500 MiB/s were measured: 100 MiB between two looks), and how often
 # the memory of workers without a limit and the kernel's own killing.
 OUTPUT_LOOK_S, SLOW_LOOK_S = 0.2, 1.0
+# What a worker without a job has is measured again with growing pauses, as long as it stays the same: hooks may
+# have started what grows. (64 idle workers each second took 0.5 % of a core.)
+REBASE_MAX_S = 300.0
 # A job with a limit is announced before it is written into the page; by then it stands there or never will.
 WATCH_S = 0.5
 # A look at a worker's memory that takes the master longer (at thousands of forks, 60 µs each) is not repeated before
@@ -77,6 +80,8 @@ class Seat:
     watch_until: float | None = None
     look_at: float = 0.0
     looked_finished: int = 0
+    rebase_at: float = 0.0
+    rebase_pause_s: float = 0.0
 
     @property
     def living(self) -> bool:
@@ -473,6 +478,15 @@ class Crew:
             if seat.page.started:  # it has begun meanwhile
                 seat.meter.baseline_kb, seat.meter.hooks_kb = before
 
+    def _rebase_again(self, seat: Seat, now: float) -> None:
+        meter = seat.meter
+        before = (meter.baseline_kb, meter.hooks_kb) if meter is not None else None
+        self._rebase(seat)
+        same = meter is None or before == (meter.baseline_kb, meter.hooks_kb)
+        seat.rebase_pause_s = min(2 * seat.rebase_pause_s, REBASE_MAX_S) if same else SLOW_LOOK_S
+        seat.rebase_pause_s = max(seat.rebase_pause_s, SLOW_LOOK_S)
+        seat.rebase_at = now + seat.rebase_pause_s
+
     def _look_slowly(self, now: float) -> None:
         """What need not be looked at in every turn."""
         if now >= self._next_output_look:
@@ -486,7 +500,8 @@ class Crew:
         self._oom.look(now)
         for seat in self.seats.values():
             if seat.living and seat.page.started == 0:
-                self._rebase(seat)
+                if now >= seat.rebase_at:
+                    self._rebase_again(seat, now)
             elif seat.living and self.recycle_memory_kb and seat.page.finished != seat.looked_finished:
                 seat.looked_finished = seat.page.finished
                 self._recycle_if_large(seat)
@@ -528,6 +543,18 @@ class Crew:
 
     def any_reached_loop(self, generation: int) -> bool:
         return any(s.generation == generation and s.page.turns > 0 for s in self.seats.values())
+
+    def newborns(self) -> bool:
+        """Whether one that lives has not reached its loop."""
+        return any(s.living and not s.page.turns for s in self.seats.values())
+
+    def at_rest(self) -> bool:
+        """Whether all of them live and have nothing to do."""
+        for seat in self.seats.values():
+            first, last = seat.page.unstarted()
+            if not seat.living or first < last or seat.page.current() >= 0:
+                return False
+        return True
 
     def busy(self) -> list[Seat]:
         return [s for s in self.seats.values() if s.exited is None and s.page.current() >= 0]

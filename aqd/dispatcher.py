@@ -37,6 +37,7 @@ from aqd.database import Connection
 from aqd.errors import BugError, Exit
 from aqd.hookspecs import HandlerInfo
 from aqd.links import Held, Link, Outcome
+from aqd.pace import AWAKE_S, REST_S, TELL_S
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import (
     Failed,
@@ -58,7 +59,7 @@ logger = log.get_logger("dispatcher")
 TICK_S = 0.05
 BUSY_TICK_S = 0.005  # what need not be looked at in each of a thousand turns a second
 IDLE_TICK_S = 0.2
-REPORT_S = 1.0
+REPORT_S, REST_REPORT_S = 1.0, 4.0
 RECONCILE_S = 5.0
 # A cancellation may be announced while its job is on the way from the claim to us: looked for once more then.
 CANCEL_LOOK_S = 1.0
@@ -99,12 +100,21 @@ class Dispatcher:
         self.epoll = select.epoll()
         self._by_fd: dict[int, Link] = {}
         self._next_tick = self._next_renew = self._next_report = self._next_reconcile = 0.0
-        self._cancel_look = 0.0
+        self._cancel_look = self._next_tell = 0.0
+        self._rest_from = boottime() + AWAKE_S
         self._reported_up = (False, False, False)
+        self._look_around = False
+        for session in (self.claimer.session, self.recorder.session):
+            session.changed = self._poke
 
     def _post(self, message: "tuple[list[ClaimedJob], int] | Told | None") -> None:
         """From the other threads; None: a job of ours was cancelled."""
         self.inbox.put(message)
+        os.eventfd_write(self._inbox_fd, 1)
+
+    def _poke(self) -> None:
+        """From the other threads: a connection has come or gone."""
+        self._look_around = True
         os.eventfd_write(self._inbox_fd, 1)
 
     def _schema(self, connection: Connection) -> None:
@@ -134,8 +144,7 @@ class Dispatcher:
             return Exit.ORPHANED
 
     def _turn(self) -> None:
-        busy = any(link.unfinished for link in self.links.values())
-        for fd, _ in self.epoll.poll(TICK_S if busy else IDLE_TICK_S):
+        for fd, _ in self.epoll.poll(self._tick_s()):
             if fd == self.master.fileno():
                 self._read_master()
             elif fd == self._inbox_fd:
@@ -143,16 +152,33 @@ class Dispatcher:
             elif (link := self._by_fd.get(fd)) is not None:
                 self._read_link(link)
         now = boottime()
-        if now >= self._next_tick or self.draining or self.handing_over:
-            self._next_tick = now + BUSY_TICK_S
+        if now >= self._next_tick or self._look_around or self.draining or self.handing_over:
+            self._next_tick, self._look_around = now + BUSY_TICK_S, False
             self._tick(now)
         if not (self.draining or self.handing_over):
             links = self._serving()
             if self.stock:
+                self._tell_working(now)
                 self.stock.give(links)
             if self.reconciled:
                 self._claim(links)
         self.master.flush()
+
+    def _tick_s(self) -> float:
+        """How long to wait at most."""
+        links = self.links.values()
+        if any(link.unfinished for link in links):
+            self._rest_from = boottime() + AWAKE_S
+            return TICK_S
+        calm = not (self.stock or self.pending or self.draining or self.handing_over or self.master.waiting)
+        return REST_S if calm and boottime() >= self._rest_from else IDLE_TICK_S
+
+    def _tell_working(self, now: float) -> None:
+        """The master looks rarely at pages while nothing runs."""
+        if now >= self._next_tell:
+            self._next_tell = now + TELL_S
+            self._next_report = min(self._next_report, now + REPORT_S)
+            self.master.send(messages.Working())
 
     def _tick(self, now: float) -> None:
         for session in (self.claimer.session, self.recorder.session, self.keeper.session):
@@ -175,7 +201,8 @@ class Dispatcher:
                 self.recorder.put(Reconciliation(self._pairs(), boottime_ns()))
         up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
         if now >= self._next_report or up != self._reported_up:
-            self._next_report, self._reported_up = now + REPORT_S, up
+            self._next_report = now + (REPORT_S if now < self._rest_from else REST_REPORT_S)
+            self._reported_up = up
             self._report()
         # What expired during an outage and waits in our hands is recorded, not rescued by our own keeper.
         if not self.recorder.session.up or not self.pending:

@@ -42,9 +42,11 @@ from aqd.database import (
 from aqd.log import Suppressor, describe, get_logger
 from aqd.store import figures
 
-# Dead rows of aqd.jobs from which on it is vacuumed, and how often it is looked at.
+# Dead rows of aqd.jobs from which on it is vacuumed, and how often it is looked at; by a node that runs no jobs, if the
+# last look found little (other nodes have keepers of their own).
 VACUUM_DEAD_ROWS: Final = 20_000
 VACUUM_S: Final = 2.0
+VACUUM_IDLE_S: Final = 60.0
 PARTITIONS_S: Final = 3600.0
 RETENTION_S: Final = 600.0
 FIGURES_S: Final = 60.0
@@ -112,6 +114,8 @@ class Keeper:
         ]
         self._complaints = Suppressor(_COMPLAIN_S)
         self._vacuumed_under: str | None = None
+        self._little_dead_at = float("-inf")  # the last look at dead rows that found few
+        self.idle = False  # the node runs no jobs, nor has for a while
 
     def step(self, conn: Connection, now: float) -> float:
         """Do what is due at the monotonic moment ``now``; returns the seconds until the next duty.
@@ -190,10 +194,14 @@ class Keeper:
         return False
 
     def _vacuum(self, conn: Connection) -> bool:
+        now = time.monotonic()
+        if self.idle and now < self._little_dead_at + VACUUM_IDLE_S:
+            return False
         rows = run(conn, "dead_tuples")
         dead, may_vacuum = rows[0] if rows else (0, True)
         if dead < VACUUM_DEAD_ROWS:
             self._vacuumed_under = None
+            self._little_dead_at = now
             return False
         if not may_vacuum:
             self._complain(

@@ -15,13 +15,11 @@ the pid file), LOADER (the first generation cannot be loaded), WORKERS (workers 
 import os
 import selectors
 import signal
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from setproctitle import setproctitle
 
 from aqd import (
     __version__,
@@ -31,6 +29,7 @@ from aqd import (
     keys,
     log,
     messages,
+    pace,
     process,
     slots,
     status,
@@ -40,18 +39,15 @@ from aqd import (
 from aqd.children import DispatcherChild, Services, child_environment, without_secrets
 from aqd.config import Config
 from aqd.crew import Crew
-from aqd.errors import AqdError, ConfigError, Exit
+from aqd.errors import ConfigError, Exit
 from aqd.generations import LOADER_MARGIN_S, Generations, Loader
 from aqd.hookspecs import PluginInfo
-from aqd.pidfile import pid_file
 from aqd.process import Signals, boottime
 
 logger = log.get_logger("master")
 
 # What the master has open beside its slots, and for each slot (two incarnations may be held).
 DESCRIPTORS, DESCRIPTORS_PER_SLOT = 128, 8
-# How often the pages are looked at: limits are met within this, an idle node's cost is this.
-TICK_S = 0.2
 # After the drain and the grace: outcomes may still be written for so long, then the leases must do; and not
 # even so long if the database has owed an answer for the second.
 FINAL_S, SILENT_S = 10.0, 1.0
@@ -67,7 +63,11 @@ class Master:
     """The daemon's top process. :meth:`run` returns its exit code."""
 
     def __init__(
-        self, loaded: config.Loaded, config_path: str | None, with_api: bool, signals: Signals
+        self,
+        loaded: config.Loaded,
+        config_path: str | None,
+        with_api: bool,
+        signals: Signals,
     ) -> None:
         self.config = cfg = loaded.config
         self.config_path = config_path
@@ -81,13 +81,14 @@ class Master:
         self.selector = selectors.DefaultSelector()
         self.plan = slots.Slots(cfg.daemon.slots, cfg.daemon.spawn_failures_max)
         self.crew = Crew(self.plan)
+        self.pace = pace.Pace()
         self.crew.recycle_memory_kb = cfg.daemon.recycle_memory_mb << 10
         env = child_environment(os.environ)
         self.generations = Generations(
             without_secrets(env) | {strays.NODE: self.node_id},
             ready=self._generation_ready,
             refused=lambda errors: self._generation_refused(errors, self.generations.last),
-            spawned=self.crew.spawned,
+            spawned=self._spawned,
             opened=self._loader_opened,
             closed=self._loader_closed,
         )
@@ -123,6 +124,7 @@ class Master:
     def run(self) -> Exit:
         logger.info("daemon starts", version=__version__, slots=self.config.daemon.slots)
         self.generations.load(self.config)
+        self._start_children(boottime())  # beside the loader, and not after the first tick
         while not self._turn():
             pass
         self._end()
@@ -161,11 +163,28 @@ class Master:
     def _timeout(self) -> float:
         # A pid not yet known or a message not yet sent wants a look soon, too: the tick covers that.
         now = boottime()
+        if not self._at_rest():
+            self.pace.worked(now)
         moments = [self.plan.next_at(), self.generations.next_at(), self._look_at]
         if self.draining_until is not None and self.draining_until > now:
             moments.append(self.draining_until)
-        soonest = min((m for m in moments if m is not None), default=now + TICK_S)
-        return max(0.0, min(TICK_S, soonest - now))
+        if self._watchdog is not None:
+            moments.append(self._next_watchdog)
+        tick_s = self.pace.tick_s(now, newborns=self.crew.newborns())
+        soonest = min((m for m in moments if m is not None), default=now + tick_s)
+        return max(0.0, min(tick_s, soonest - now))
+
+    def _at_rest(self) -> bool:
+        """Nothing runs, nothing is under way, nothing is missing."""
+        peer, loader = self.dispatcher.peer, self.generations.serving
+        return (
+            self.crew.at_rest()
+            and self.draining_until is None
+            and not (self._switching or self._reload_again or self.generations.candidate is not None)
+            and (loader is not None and not loader.peer.waiting)
+            and (peer is not None and not peer.waiting and self.dispatcher.hello is not None)
+            and all(service.pid is not None for service in self.services.all)
+        )
 
     def _on_signal(self, number: int) -> None:
         match number:
@@ -340,6 +359,10 @@ class Master:
     def _loader_closed(self, loader: Loader) -> None:
         self._unregister(loader.peer)
 
+    def _spawned(self, incarnation: int, pid: int) -> None:
+        self.pace.born(boottime())
+        self.crew.spawned(incarnation, pid)
+
     def _unregister(self, peer: channel.Peer) -> None:
         if peer.fileno() >= 0 and peer.fileno() in self.selector.get_map():
             self.selector.unregister(peer)
@@ -407,6 +430,8 @@ class Master:
                 self.crew.fence(incarnation, number)
             case messages.Cancel(incarnation, number):
                 self.crew.cancel(incarnation, number)
+            case messages.Working():
+                self.pace.worked(boottime())
             case messages.Watch(incarnation):
                 self.crew.watch(incarnation)
             case messages.Recycle(incarnation):
@@ -554,40 +579,3 @@ class Master:
 
 def _broken(plugins: Sequence[PluginInfo]) -> list[str]:
     return [f"plugin {p.name}: {p.error}" for p in plugins if p.error]
-
-
-def _run(master: Master) -> Exit:
-    """What escapes the loop is a fault of ours, whatever its class: never CONFIG, after which systemd would
-    not start us again."""
-    try:
-        return master.run()
-    except Exception:
-        logger.exception("master fails")
-        return Exit.ERROR
-
-
-def main(config_path: str | None = None, with_api: bool = False) -> int:
-    """Run the daemon until it is told to stop; returns the exit code."""
-    # First of all: as PID 1, a TERM that came before a handler stood would be lost.
-    with process.signals_blocked():
-        process.open_standard_descriptors()  # before the signals' pipe takes their numbers
-        signals = Signals()
-    try:
-        loaded = config.load_with_sources(config_path, os.environ)
-        cfg = loaded.config
-        log.configure(cfg.log.level, cfg.log.format, process="master")
-        process.become_subreaper()
-        setproctitle("aqd: master")
-        with pid_file(config.pid_file(cfg)):
-            try:
-                master = Master(loaded, config_path, with_api, signals)
-            except OSError as error:
-                where = config.control_socket(cfg)
-                raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
-            return int(_run(master))
-    except AqdError as error:
-        print(f"aqd: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except OSError as error:
-        print(f"aqd: {error}", file=sys.stderr)
-        return int(Exit.CONFIG)

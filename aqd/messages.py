@@ -9,8 +9,8 @@ master → dispatcher    :class:`Start`, :class:`Attach` (+ channel, page, outpu
                        :class:`Serve`, :class:`Exited`, :class:`Recalled`, :class:`Retire`, :class:`Drain`,
                        :class:`Facts`, :class:`HandOver`
 dispatcher → master    :class:`Hello`, :class:`Recall`, :class:`Retired`, :class:`Settled`, :class:`Fence`,
-                       :class:`Cancel`, :class:`Recycle`, :class:`Watch`, :class:`Report`, :class:`Counted`,
-                       :class:`Seen`, :class:`Drained`
+                       :class:`Cancel`, :class:`Recycle`, :class:`Working`, :class:`Watch`, :class:`Report`,
+                       :class:`Counted`, :class:`Seen`, :class:`Drained`
 dispatcher → worker    :class:`Frame` (+ memfds of large payloads)
 worker → dispatcher    :class:`Up`, :class:`Bell`, :class:`Done`, :class:`Broken` (+ memfds of a large result, a
                        long output); the two last ones in the journal (:mod:`aqd.journal`) if they are small
@@ -211,6 +211,10 @@ class Recycle(_Message):
     incarnation: int
 
 
+class Working(_Message):
+    """Sent before jobs are, every now and then: look at the pages often (:mod:`aqd.pace`)."""
+
+
 class Watch(_Message):
     """Sent before a job with a memory limit is: look at this worker's page now."""
 
@@ -317,7 +321,19 @@ ToLoader = Load | SpawnWorker
 FromLoader = Importing | Loaded | LoadRefused | Spawned
 ToDispatcher = Start | Attach | AttachedAll | Serve | Exited | Recalled | Retire | Drain | Facts | HandOver
 FromDispatcher = (
-    Hello | Recall | Retired | Settled | Fence | Cancel | Recycle | Watch | Report | Counted | Seen | Drained
+    Hello
+    | Recall
+    | Retired
+    | Settled
+    | Fence
+    | Cancel
+    | Recycle
+    | Working
+    | Watch
+    | Report
+    | Counted
+    | Seen
+    | Drained
 )
 FromWorker = Up | Bell | Done | Broken
 

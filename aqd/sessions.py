@@ -69,6 +69,8 @@ class Session:
         self._cut = False
         # Told how long a statement took that succeeded: (the function's name, seconds).
         self.timed: Callable[[str, float], None] = lambda _name, _seconds: None
+        # Told, by the session's thread, that :attr:`up` has changed.
+        self.changed: Callable[[], None] = lambda: None
         self._log = log.get_logger(name)
         self._suppressor = log.Suppressor(LOG_EVERY_S)
 
@@ -131,12 +133,14 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        self.up = False
+        was_up, self.up = self.up, False
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
                 connection.close()
+        if was_up:
+            self.changed()
 
     def _connect(self) -> Connection:
         self._cut = False
@@ -159,6 +163,7 @@ class Session:
             self._log.info("database is back", failures=self._failures)
         self._prepared = self.up = True
         self.error, self._up_since = "", boottime()
+        self.changed()
         return connection
 
     def _recovered(self) -> None:

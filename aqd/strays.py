@@ -182,10 +182,15 @@ class Hunt:
         return None if soonest is None else max(soonest, self._not_before)
 
     def _search(self, due: list[_Prey], now: float) -> None:
-        candidates = (
-            table() if due else (p for pid in _children(self._master) if (p := look(pid)) is not None)
-        )
-        found = list(candidates)
+        if due:
+            found = list(table())
+        else:  # only who is not known to belong here: to look at 64 workers each second showed
+            known = self._known()
+            found = [
+                p for pid in _children(self._master) if pid not in known and (p := look(pid)) is not None
+            ]
+            if not found:
+                return
         # Only now: a worker writes its page before it leaves its loader's session, so one that was seen outside
         # of that is known by now. (Asked for before, newborn workers were killed under load.)
         known, sessions = self._known(), self._sessions()

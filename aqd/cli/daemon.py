@@ -27,10 +27,10 @@ STOP_MARGIN_S = 15.0
 @click.pass_obj
 def run_command(app: App, with_api: bool, insecure: bool) -> int:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
-    from aqd import master
+    from aqd import boot
 
     _set_insecure(insecure)
-    return master.main(app.config_path, with_api)
+    return boot.main(app.config_path, with_api)
 
 
 @click.command("api")

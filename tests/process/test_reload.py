@@ -365,16 +365,20 @@ def test_a_stop_wins_over_a_reload(start_daemon):
     assert "stopping" in answers[0].stderr
 
 
-def test_the_old_loader_speaks_in_the_moment_in_which_the_new_one_is_ready(daemon, jobs):
+def test_the_old_loader_speaks_in_the_moment_in_which_the_new_one_is_ready(daemon, jobs, tmp_path):
     """Both events wait for the master in one turn of its loop: the second comes from one it has let go."""
     old = daemon.process_of("loader")
     os.kill(old, signal.SIGSTOP)
     os.kill(daemon.workers()[0], signal.SIGKILL)
     # Its successor was asked for, after the short pause that an idle death costs.
     daemon.wait_status(lambda s: (s["slots"][0]["pid"], s["slots"][0]["state"]) == (None, "starting"))
+    gate = tmp_path / "gate"
+    gate.touch()
+    write(daemon, "slow", f"import os, time\nwhile os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n")
     daemon.signal(signal.SIGHUP)
     new = wait_until(lambda: next(iter(importing(daemon)), None))
     daemon.signal(signal.SIGSTOP)
+    gate.unlink()
     wait_until(lambda: waits_for_a_message(new), 10)  # it has said that it is ready
     os.kill(old, signal.SIGCONT)
     wait_until(lambda: any("worker 0 g1 [idle]" in p.title for p in daemon.tree()), 5)

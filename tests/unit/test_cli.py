@@ -286,16 +286,16 @@ def test_signals_before_the_master_is_up() -> None:
         child.communicate()
 
 
-def test_run_reaches_the_master_without_detours() -> None:
+def test_run_reaches_the_daemon_without_detours() -> None:
     program = """
         import sys, types
         def main(config_path, with_api):
             print(config_path, with_api, *sys.modules)
             return 42
-        master = types.ModuleType("aqd.master")
-        master.main = main
+        boot = types.ModuleType("aqd.boot")
+        boot.main = main
         import aqd
-        sys.modules["aqd.master"] = aqd.master = master
+        sys.modules["aqd.boot"] = aqd.boot = boot
         from aqd import cli
         cli.main(["-c", "x.toml", "run", "--with-api"])
     """
