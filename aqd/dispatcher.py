@@ -36,6 +36,7 @@ from aqd.claims import ClaimedJob
 from aqd.database import Connection
 from aqd.errors import BugError, Exit
 from aqd.hookspecs import HandlerInfo
+from aqd.leases import Leases
 from aqd.links import Held, Link, Outcome
 from aqd.pace import AWAKE_S, REST_S, TELL_S
 from aqd.process import boottime, boottime_ns, signal_group
@@ -46,7 +47,6 @@ from aqd.recorder import (
     Reconciliation,
     Recorder,
     Released,
-    Renewal,
     Renewed,
     Settled,
     Told,
@@ -63,7 +63,6 @@ REPORT_S, REST_REPORT_S = 1.0, 4.0
 RECONCILE_S = 5.0
 # A cancellation may be announced while its job is on the way from the claim to us: looked for once more then.
 CANCEL_LOOK_S = 1.0
-LAST_HUNTS = 10  # for what a dead master's jobs have left
 HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
@@ -94,6 +93,9 @@ class Dispatcher:
             self._schema,
         )
         self.recorder = Recorder(config, start.node_id, self._post, self._schema)
+        self.leases = Leases(
+            config, self.links, self.stock, self.recorder, self.master, self._recall, self._release
+        )
         self.keeper = Caretaker(start, self._schema)
         self.keeper.time(self.claimer.session, self.recorder.session)
         self.recorder.figures = self.keeper.counted
@@ -144,13 +146,16 @@ class Dispatcher:
             return Exit.ORPHANED
 
     def _turn(self) -> None:
-        for fd, _ in self.epoll.poll(self._tick_s()):
+        for fd, _ in self._events():
             if fd == self.master.fileno():
                 self._read_master()
             elif fd == self._inbox_fd:
                 self._read_inbox()
             elif (link := self._by_fd.get(fd)) is not None:
                 self._read_link(link)
+        for link in self.links.values():
+            if link.waits:
+                self._outcomes(link, link.read_journal())
         now = boottime()
         if now >= self._next_tick or self._look_around or self.draining or self.handing_over:
             self._next_tick, self._look_around = now + BUSY_TICK_S, False
@@ -166,8 +171,7 @@ class Dispatcher:
 
     def _tick_s(self) -> float:
         """How long to wait at most."""
-        links = self.links.values()
-        if any(link.unfinished for link in links):
+        if any(link.unfinished for link in self.links.values()):
             self._rest_from = boottime() + AWAKE_S
             return TICK_S
         calm = not (self.stock or self.pending or self.draining or self.handing_over or self.master.waiting)
@@ -180,6 +184,20 @@ class Dispatcher:
             self._next_report = min(self._next_report, now + REPORT_S)
             self.master.send(messages.Working())
 
+    def _events(self) -> list[tuple[int, int]]:
+        """Sleep until something happens. While we are awake no worker needs to ring."""
+        links = self.links.values()
+        for link in links:
+            link.page.listening = True
+        pause_s = self._tick_s()
+        for link in links:
+            if link.has_news:  # those that came while we were awake, of which nobody has rung
+                pause_s = min(pause_s, 0.0 if link.page.idle else BUSY_TICK_S)
+        events = self.epoll.poll(pause_s)
+        for link in links:
+            link.page.listening = False
+        return events
+
     def _tick(self, now: float) -> None:
         for session in (self.claimer.session, self.recorder.session, self.keeper.session):
             session.check(now)
@@ -190,15 +208,15 @@ class Dispatcher:
             self.claimer.session.cut()  # what it may have claimed ends with its lease
         if now >= self._next_renew:
             self._next_renew = now + self.config.daemon.renew_s
-            self._renew()
+            self.leases.renew()
         if self._cancel_look and now >= self._cancel_look:
             self._cancel_look = 0.0
-            self._renew()
+            self.leases.renew()
         if now >= self._next_reconcile and self.reconciled and not self.handing_over:
             self._next_reconcile = now + RECONCILE_S
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
                 self.recorder.reconciliation_waits = True
-                self.recorder.put(Reconciliation(self._pairs(), boottime_ns()))
+                self.recorder.put(Reconciliation(self.leases.pairs(), boottime_ns()))
         up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
         if now >= self._next_report or up != self._reported_up:
             self._next_report = now + (REPORT_S if now < self._rest_from else REST_REPORT_S)
@@ -233,19 +251,6 @@ class Dispatcher:
             self.drained = self.keeper.stopping = True
             self._put(NodeGone())
             self.master.send(messages.Drained())
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        pairs = [(held.id, held.token) for held in self.stock]
-        for link in self.links.values():
-            pairs += [(held.id, held.token) for held in link.held.values()]
-        return pairs
-
-    def _renew(self) -> None:
-        """Ask for the leases of all that is held; the answer also says what was cancelled."""
-        if (pairs := self._pairs()) and not self.recorder.renewal_waits:
-            self.recorder.renewal_waits = True
-            notes = [note for link in self.links.values() if (note := link.new_note()) is not None]
-            self.recorder.put(Renewal(pairs, notes))
 
     def _report(self) -> None:
         # At the end the claimer has closed its connection: that says nothing of the database.
@@ -290,7 +295,7 @@ class Dispatcher:
             case messages.Serve(generation, handlers):
                 self._serve(generation, handlers)
             case messages.AttachedAll():
-                self.recorder.put(Reconciliation(self._pairs(), boottime_ns(), first=True))
+                self.recorder.put(Reconciliation(self.leases.pairs(), boottime_ns(), first=True))
             case messages.Exited(incarnation):
                 if link := self.links.get(incarnation):
                     self._settle(link, message)
@@ -485,11 +490,11 @@ class Dispatcher:
                 case Settled(keys, counts):
                     self._settled(keys, counts)
                 case Renewed():
-                    self._renewed(message)
+                    self.leases.renewed(message)
                 case Reconciled():
                     self.reconciled = True
                 case None:
-                    self._renew()
+                    self.leases.renew()
                     self._cancel_look = boottime() + CANCEL_LOOK_S
                 case (jobs, asked_ns):
                     self._claimed(jobs, asked_ns)
@@ -512,38 +517,6 @@ class Dispatcher:
 
     def _count(self, name: str, number: int) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
-
-    def _renewed(self, answer: Renewed) -> None:
-        certain_ns = answer.asked_ns + int(self.config.daemon.lease_s * 1e9)
-        for link in self.links.values():
-            for number in link.renewed(answer.asked, answer.kept, certain_ns):
-                self._lost(link, number)
-            for number in link.cancelled(answer.kept):
-                # The master ends it, should it be running by then; what is not begun comes back.
-                self.master.send(messages.Cancel(link.incarnation, number))
-                if link.page.current() != number:
-                    self._recall(link)
-            link.noted = max(link.noted, answer.notes.get(link.incarnation, 0))
-        for held in list(self.stock):
-            lease = answer.kept.get((held.id, held.token))
-            if lease is None:
-                if (held.id, held.token) in answer.asked:
-                    logger.warning("lease lost before the start", job_id=str(held.id))
-                    self.stock.remove(held)
-            elif lease.cancelled:
-                self.stock.remove(held)
-                self._release(held, "cancelled")
-            elif lease.extended:
-                held.certain_ns = certain_ns
-
-    def _lost(self, link: Link, number: int) -> None:
-        """Another owner has this job. One whose outcome is on its way to be recorded is looked up there."""
-        if link.unrecorded(number) or link.exited is not None:
-            return
-        logger.warning("lease lost", job_id=str(link.held[number].id), slot=link.slot)
-        self.master.send(messages.Fence(link.incarnation, number))
-        if link.page.current() != number:
-            self._recall(link)
 
     # --- giving and claiming
 
@@ -583,12 +556,7 @@ class Dispatcher:
         for link in self.links.values():
             if link.page.pid and link.exited is None:
                 signal_group(link.page.pid, signal.SIGKILL)
-        # What has left the groups carries a mark. More than once: one may just have been forking.
-        for _ in range(LAST_HUNTS):
-            for pid in (left := strays.marked(self.node_id)):
-                strays.kill(pid)
-            if not left:
-                return
+        strays.kill_all(self.node_id)
 
 
 def main() -> NoReturn:

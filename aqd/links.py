@@ -187,6 +187,11 @@ class Link:
         """Whether the journal has something that was not read."""
         return self.page.journal_head != self.journal.place
 
+    @property
+    def waits(self) -> bool:
+        """Whether the journal has something, and the worker nothing to do."""
+        return self.page.idle and self.page.journal_head != self.journal.place
+
     def read_journal(self) -> list[Outcome | None]:
         """The outcomes in the journal that have not been looked at yet; None at the end if what follows cannot be
         read (a handler wrote into it)."""

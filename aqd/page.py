@@ -11,7 +11,7 @@ Layout: native 8-byte words (``memoryview.cast("Q")``; such stores never tore in
 block       writer      words
 ==========  ==========  =================================================================================
 0           master      magic, incarnation, slot, generation, stop_entry, stop_reason, skip_from, skip_to
-1           dispatcher  written, lease_until, journal_tail
+1           dispatcher  written, lease_until, journal_tail, listening
 2           worker      pid, started, finished, started_at, turns, returned, cpu_at, output_at
 3           worker      note_sequence, note_entry, note_percent, note_length, memory_at, journal_head
 4…          dispatcher  the frame table: a ring of :data:`ENTRIES` ×
@@ -209,6 +209,21 @@ class Page:
     @journal_tail.setter
     def journal_tail(self, value: int) -> None:
         self._words[10] = value
+
+    @property
+    def listening(self) -> bool:
+        """Whether the dispatcher may be asleep, so that it has to be told of what is new in the journal. Were that
+        read too early, it looks for itself some milliseconds later. Writer: dispatcher."""
+        return self._words[11] != 0
+
+    @listening.setter
+    def listening(self, value: bool) -> None:
+        self._words[11] = value
+
+    @property
+    def idle(self) -> bool:
+        """Whether the worker has ended all that it was given."""
+        return self._words[18] >= self._words[8]
 
     def write(self, rows: Sequence[Row]) -> int:
         """Append rows; returns the first one's number.

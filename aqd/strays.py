@@ -36,6 +36,7 @@ MARKER = "AQD_INTERNAL_WORKER"
 DETACH = "AQD_INTERNAL_DETACH"
 # The node id, for the loader and its workers.
 NODE = "AQD_INTERNAL_NODE"
+LAST_HUNTS = 10
 
 # The hunt ends when nothing was found for so long; what cannot be killed (uninterruptible) is given up then.
 QUIET_S, GIVE_UP_S = 3.0, 30.0
@@ -238,3 +239,12 @@ def _children(pid: int) -> list[int]:
             return [int(word) for word in file.read().split()]
     except OSError:
         return []
+
+
+def kill_all(node_id: str) -> None:
+    """What a dead master's jobs have left: what has gone out of their groups carries a mark."""
+    for _ in range(LAST_HUNTS):  # one may just have been forking
+        for pid in (left := marked(node_id)):
+            kill(pid)
+        if not left:
+            return

@@ -385,9 +385,11 @@ class Worker:
         return messages.encode(broken), fds
 
     def _announce(self) -> None:
-        """Say that there is something in the journal."""
+        """Say that there is something in the journal, should the dispatcher be asleep."""
         if self._unannounced_ns and not self._deprived:
             self._unannounced_ns = 0
+            if not self.page.listening:
+                return
             self._check_channel()
             # A channel that is full has told the dispatcher already.
             with contextlib.suppress(BlockingIOError):
