@@ -33,11 +33,12 @@ class Figure(msgspec.Struct):
 
     @property
     def is_good(self) -> bool | None:
-        """Whether the value is as wanted; None where nothing is said about it."""
+        """Whether the value, in three digits as it is shown, is as wanted; None where nothing is said about it."""
         if not self.good:
             return None
+        shown = round(self.value) if abs(self.value) >= 100 else float(f"{self.value:.3g}")
         sign, _, bound = self.good.partition(" ")
-        return self.value <= float(bound) if sign == "≤" else self.value >= float(bound)
+        return shown <= float(bound) if sign == "≤" else shown >= float(bound)
 
 
 class Run(msgspec.Struct, kw_only=True):

@@ -56,6 +56,8 @@ def test_usage_of_a_process() -> None:
 def test_whether_a_figure_is_good() -> None:
     assert Figure("x", 1150, "", "≤ 1150").is_good is True
     assert Figure("x", 0.79, "", "≥ 0.8").is_good is False
+    assert Figure("x", 2.0003, "", "≤ 2").is_good is True  # it is shown as 2
+    assert Figure("x", 2.01, "", "≤ 2").is_good is False
     assert Figure("x", 5).is_good is None
 
 

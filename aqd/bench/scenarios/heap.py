@@ -32,7 +32,7 @@ class Heap:
 
     def run(self, bench: Bench) -> Result:
         (slots, *_), jobs, work = bench.settings.slots(), bench.settings.count(JOBS, 100), bench.work
-        live = min(jobs, bench.settings.scaled(LIVE, 10))
+        live = min(jobs, bench.settings.scaled(LIVE, 1000))
         points: list[tuple[float, float]] = []
         with bench.database() as database, bench.running(database, slots, work=work) as node:
             after, stored, moved = database.last_id, 0, time.monotonic()
