@@ -29,7 +29,11 @@ class Title:
 
     def show(self, what: str) -> None:
         """By the library, which also gives the thread its name: a job may have changed that."""
-        setproctitle(f"{self._fixed} [{what}]")
+        title = f"{self._fixed} [{what}]"
+        setproctitle(title)
+        if self._room:  # it clears no more than it has written
+            rest = len(title.encode())
+            self._memory[rest:] = bytes(max(0, self._room - rest))
 
     def show_job(self, type: str, id: int) -> None:
         if not self._room:
