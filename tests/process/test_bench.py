@@ -16,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from aqd.bench import scenarios
+from aqd.bench import pgbench, scenarios
+from aqd.bench.bench import Bench
+from aqd.bench.database import Server
+from aqd.bench.progress import Progress
+from aqd.bench.scenarios import enqueue
+from aqd.bench.settings import Settings
 from aqd.binaries import find_binaries
 from aqd.errors import AqdError
 from tests.fixtures import processes
@@ -112,6 +117,36 @@ SMALL: dict[str, tuple[list[str], int, set[str], set[str]]] = {
 
 def test_every_scenario_is_tried() -> None:
     assert {*SMALL, "enqueue"} == set(scenarios.NAMES)
+
+
+def test_enqueue(benchmark: Benchmark, pg: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with few of its many measurements: each takes a second at least."""
+    ways = (
+        enqueue.bare(2),
+        enqueue.function(2),
+        enqueue.function(2, notify=False),
+        enqueue.Way("client.enqueue_many", 1, how="batch", batch=10),
+        enqueue.Way("COPY", 1, how="copy", batch=10),
+    )
+    busy = (
+        enqueue.Way("client.enqueue", 1, how="client"),
+        enqueue.Way("POST /jobs", 1, how="http"),
+        enqueue.Way("POST /jobs/batch", 1, how="http", batch=10),
+    )
+    situations = {"no daemon": ways, "daemon busy": busy, "daemon runs them": busy[:1]}
+    monkeypatch.setattr(enqueue, "SITUATIONS", situations)
+    settings = Settings(scenarios=("enqueue",), rounds=1, seconds=0.3, workers=(2,), payload_bytes=50)
+    server = Server(pg.admin_url, "the test's", lambda _text: None)
+    result = enqueue.Enqueue().run(Bench(settings, server, benchmark.directory, Progress()))
+    wanted = [way for each in situations.values() for way in each]
+    if pgbench.find() is None:
+        wanted = [way for way in wanted if not way.statement]
+        assert result.notes
+    else:
+        assert len(result.figures) == 2
+    assert [row.batch["jobs_per_submit"] for row in result.rows] == [way.batch for way in wanted]
+    assert all(row.jobs and row.throughput and row.payload_bytes == 50 for row in result.rows)
+    assert databases(pg) == []
 
 
 @pytest.mark.parametrize("name", SMALL)
