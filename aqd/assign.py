@@ -20,7 +20,7 @@ FRAME_JOBS_MAX: Final = 100
 # Work that is not divided further: a frame costs about 100 µs of processor time in all processes together.
 SMALLEST_NS: Final = 400_000
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
-CLAIM_MAX: Final = 1600
+CLAIM_MAX: Final = 1000  # 9 ms of the server's time
 # Jobs that take less than half of it are claimed ahead, so many that each worker has four times as much to do.
 AHEAD_NS: Final = 5_000_000
 # Weight of the newest job in a type's estimate. Upwards quickly (a type that got slow must not be stacked),
