@@ -196,30 +196,31 @@ class Hunt:
         # of that is known by now. (Asked for before, newborn workers were killed under load.)
         known, sessions = self._known(), self._sessions()
         leaders = {process.pid for process in found if process.pid == process.session}
+        by_pid, by_mark = {prey.pid: prey for prey in due}, {prey.mark: prey for prey in due}
         for process in found:
             if process.pid == self._master or process.pid in known or process.pid in self._before:
                 continue
             variables = environment(process.pid)
             if detached(variables):
                 continue
-            prey = next((p for p in due if self._left_by(p, process, variables, leaders)), None)
+            # A session whose leader lives is another's: the dead worker's number has been given away again.
+            prey = by_pid.get(process.session) if process.session not in leaders else None
+            if prey is None:
+                prey = next((by_mark[v] for v in variables if v in by_mark), None)
             adopted = self._adopted and process.parent == self._master and process.session not in sessions
             if prey is not None or adopted:
                 self._kill(process, prey, now)
+        over = set()
         for prey in due:
             prey.next_at = now + prey.pause_s
             prey.pause_s = min(prey.pause_s * 2, _LAST_PAUSE_S)
             if now >= prey.found_at + QUIET_S:
-                self._prey.remove(prey)
+                over.add(prey.mark)
             elif now >= prey.since + GIVE_UP_S:
                 log.warning("stray processes cannot be killed", worker=prey.pid, children=sorted(prey.killed))
-                self._prey.remove(prey)
-
-    def _left_by(self, prey: _Prey, process: Process, variables: list[bytes], leaders: set[int]) -> bool:
-        # A session whose leader lives is another's: the dead worker's number has been given away again.
-        if process.session == prey.pid and prey.pid not in leaders:
-            return True
-        return prey.mark in variables
+                over.add(prey.mark)
+        if over:
+            self._prey = [prey for prey in self._prey if prey.mark not in over]
 
     def _kill(self, process: Process, prey: _Prey | None, now: float) -> None:
         kill(process.pid)

@@ -16,7 +16,6 @@ nonsense, ``ERROR`` when helpers of a job cannot be ended (the master then ends 
 changed or closed what cannot be put right.
 """
 
-import asyncio
 import contextlib
 import os
 import select
@@ -26,7 +25,7 @@ import sys
 import threading
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from aqd import channel, confine, journal, log, messages, output, plugins, process
 from aqd.config import Config
@@ -42,6 +41,9 @@ from aqd.process import STOP_SIGNAL, boottime_ns
 from aqd.strict_json import encode_json
 from aqd.tidy import BRIEF_NS, Tidy
 from aqd.title import Title
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = log.get_logger("worker")
 
@@ -480,6 +482,8 @@ class Worker:
             self._interruptible = False
 
     def _run_coroutine(self, awaitable: Coroutine[Any, Any, Any]) -> Any:
+        import asyncio  # the loader has, if there is a handler for it
+
         try:
             with asyncio.Runner() as runner:
                 return runner.run(self._coroutine(awaitable))
@@ -492,7 +496,9 @@ class Worker:
             self._task = None
 
     async def _coroutine(self, awaitable: Coroutine[Any, Any, Any]) -> Any:
-        self._task = asyncio.current_task()
+        from asyncio import current_task
+
+        self._task = current_task()
         return await awaitable
 
     def _result(self, value: Any) -> str:

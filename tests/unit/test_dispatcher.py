@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aqd import channel, messages, process
+from aqd import channel, messages, pace, process
 from aqd.claims import ClaimedJob
 from aqd.config import Config
 from aqd.dispatcher import Dispatcher
@@ -94,3 +94,29 @@ def test_an_outcome_that_went_elsewhere_is_a_crash_and_no_job_is_held_for_ever(d
     assert (released.id, crashed.id, crashed.kind) == (2, 1, "crashed")
     desk.dispatcher._settled([crashed.key], {})
     assert 7 not in desk.dispatcher.links
+
+
+def test_the_master_is_told_before_the_first_jobs_after_a_rest(desk: Desk) -> None:
+    """At rest it looks at the pages so rarely that short limits would be overrun."""
+    told = []
+    desk.dispatcher.stock.give = lambda _links: told.append(heard(desk.master))  # type: ignore[method-assign]
+    job = ClaimedJob(1, 99, "noop", "default", 0, "{}", 1, None, None, 0, 0, 0, 0)
+    desk.dispatcher.stock.add(Held(1, 99, 1, boottime_ns() + 10**11, job))
+    for _ in range(3):
+        desk.dispatcher._tell_working(10.0)
+        desk.dispatcher.stock.give([])
+    desk.dispatcher._tell_working(10.0 + pace.TELL_S)
+    desk.dispatcher.stock.give([])
+    assert told == [1, 0, 0, 1]
+    assert pace.TELL_S * 1.5 < pace.AWAKE_S
+
+
+def heard(master: socket.socket) -> int:
+    """How many "working" have come."""
+    found = 0
+    while True:
+        try:
+            data, _ = channel.receive(master, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return found
+        found += isinstance(messages.decode_from_dispatcher(data), messages.Working)
