@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Final
 
-FRAME_JOBS_MAX: Final = 100
+FRAME_JOBS_MAX: Final = 200
 # Work that is not divided further: a frame costs about 100 µs of processor time in all processes together.
 SMALLEST_NS: Final = 400_000
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
@@ -106,9 +106,9 @@ class Budget:
         if not self.stacks(mean_ns):
             return max(0, idle - ready)
         per_worker = int(self.ahead_ns / mean_ns)
-        target = min(CLAIM_MAX, 4 * workers * min(per_worker, FRAME_JOBS_MAX))
+        target = min(2 * CLAIM_MAX, 4 * workers * min(per_worker, FRAME_JOBS_MAX))
         # Half a target at a time: many small claims cost more than a few large ones.
-        return target - ready if ready < target / 2 else 0
+        return min(target - ready, CLAIM_MAX) if ready < target / 2 else 0
 
 
 __all__ = ["CLAIM_MAX", "FRAME_JOBS_MAX", "Budget", "Estimates"]

@@ -27,7 +27,7 @@ from aqd.page import ENTRIES, Page
 from aqd.store import Lease, Progress
 
 # Entries of one worker that are not recorded: what it does while a batch is being written.
-OUTSTANDING_MAX = 512
+OUTSTANDING_MAX = 1000
 # Outcomes in its channel that are not recorded: a socket takes 167 messages of 200 bytes, 26 of 4 kB.
 SENT_MAX = 128
 # Of a result, whatever the configuration says now: it may have been lowered since the worker was forked.

@@ -56,7 +56,7 @@ from typing import Final
 from aqd import memory
 
 # More than are outstanding (aqd/links.py): what a recall took back has used up numbers, too.
-ENTRIES: Final = 1024
+ENTRIES: Final = 2048
 _WORDS_PER_ENTRY: Final = 6
 _MEMORY_LIMIT: Final = 4  # its place in an entry
 _TABLE: Final = 32

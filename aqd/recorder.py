@@ -36,7 +36,12 @@ from aqd.store.figures import job_labels
 
 logger = log.get_logger("recorder")
 
-BATCH_MAX = 500
+# A batch has at most so many, or a little more. Larger ones cost the others in the queue more than they save.
+BATCH_MAX = 1000
+# After a batch of many the next one is waited for until it has become as large, but for so long at most: 500 outcomes
+# in one statement take 4 µs less each than in statements of 100.
+MANY = 50
+LINGER_S = 0.01
 # A row of ours that somebody else has locked (an operator's open transaction) holds up a batch for so long,
 # then it is written alone, again and again, and the others without it.
 LOCK_WAIT_S = 0.25
@@ -207,6 +212,7 @@ class Recorder(threading.Thread):
         self._tell = tell
         self._queue: queue.SimpleQueue[Sequence[Work]] = queue.SimpleQueue()
         self._rng = random.Random()
+        self._last = 0  # how many were written together
 
     # --- for the main thread
 
@@ -235,11 +241,14 @@ class Recorder(threading.Thread):
             with contextlib.suppress(queue.Empty):
                 batch = list(self._queue.get(timeout=timeout))
                 break
+        if self._last >= MANY and len(batch) < self._last:
+            time.sleep(LINGER_S)  # not a wait for the queue, which every put would end
         while len(batch) < BATCH_MAX:
             try:
                 batch += self._queue.get_nowait()
             except queue.Empty:
                 break
+        self._last = len(batch)
         return batch
 
     def _write(self, batch: list[Work]) -> None:
