@@ -136,7 +136,8 @@ class Slots:
     draining: bool = False
     failures_in_a_row: int = 0
     recycled: int = 0
-    _slots: dict[int, Slot] = field(default_factory=dict)
+    _slots: dict[int, Slot] = field(default_factory=dict)  # by number, from 0 on without a gap
+    _made: int = 0
     _workers: dict[int, Worker] = field(default_factory=dict)
     _next: int = 1
 
@@ -144,9 +145,10 @@ class Slots:
 
     def slots(self) -> list[Slot]:
         """All slots that are wanted or still have a worker, by number."""
-        for number in range(self.count):
-            self._slots.setdefault(number, Slot(number))
-        return [s for _, s in sorted(self._slots.items()) if s.number < self.count or s.worker or s.successor]
+        if self._made < self.count:  # asked for several times in each turn of the master's loop
+            self._slots |= {number: Slot(number) for number in range(self._made, self.count)}
+            self._made = self.count
+        return [s for s in self._slots.values() if s.number < self.count or s.worker or s.successor]
 
     def worker(self, incarnation: int) -> Worker | None:
         return self._workers.get(incarnation)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = log.get_logger("worker")
 
 # An idle worker shows in its page that it is alive; the master's limit is a multiple of this.
-IDLE_TURN_MS = 5000
+IDLE_TURN_MS = 8000
 # What a result, and what an output, may take inside the outcome itself; a larger one travels as a memfd. A
 # socket takes 167 messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
 INLINE_RESULT = 2 * 1024
