@@ -23,6 +23,9 @@ FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
 CLAIM_MAX: Final = 1000  # 9 ms of the server's time
 # Jobs that take less than half of it are claimed ahead, so many that each worker has four times as much to do.
 AHEAD_NS: Final = 5_000_000
+# A slot counts as idle so long before its job will probably be done: a claim takes a few milliseconds, and with a job of
+# 50 ms every millisecond in which a slot waits for it is 2 % of what it can do.
+LEAD_NS: Final = 10_000_000
 # Weight of the newest job in a type's estimate. Upwards quickly (a type that got slow must not be stacked),
 # downwards slowly.
 _UP: Final = 0.5
@@ -44,6 +47,9 @@ class Estimates:
         """How long jobs of the type took, in the order of their ends."""
         self._types[type] = _moved(self._types.get(type) or walls_ns[0], walls_ns)
         self.mean_ns = _moved(self.mean_ns or walls_ns[0], walls_ns)
+
+    def known(self, type: str) -> bool:
+        return type in self._types
 
     def keep(self, types: Iterable[str]) -> None:
         """Forget the types that are no longer served."""
@@ -100,7 +106,8 @@ class Budget:
         return self.frame_ns or AHEAD_NS
 
     def demand(self, *, idle: int, workers: int, ready: int, mean_ns: float) -> int:
-        """How many jobs to claim now. Long jobs are not claimed ahead: another node may be idle."""
+        """How many jobs to claim now; ``idle``: workers that are, or will be in a moment. Long jobs are not claimed
+        further ahead: another node may be idle."""
         if not workers:
             return 0
         if not self.stacks(mean_ns):

@@ -189,7 +189,7 @@ class Dispatcher:
         links = self.links.values()
         for link in links:
             link.page.listening = True
-        pause_s = self._tick_s()
+        pause_s = min(self._tick_s(), self.stock.look_in_s())
         for link in links:
             if link.has_news:  # those that came while we were awake, of which nobody has rung
                 pause_s = min(pause_s, 0.0 if link.page.idle else BUSY_TICK_S)

@@ -126,9 +126,19 @@ class Link:
     @property
     def queue(self) -> str:
         """Of the job that it is on or comes to next; "" if that is not known (a predecessor's)."""
+        job = self._next_job()
+        return job.queue if job is not None else ""
+
+    @property
+    def type(self) -> str:
+        """The same job's."""
+        job = self._next_job()
+        return job.type if job is not None else ""
+
+    def _next_job(self) -> ClaimedJob | None:
         number = next(iter(self.unfinished), None)
         held = self.held.get(number) if number is not None else None
-        return held.job.queue if held is not None and held.job is not None else ""
+        return held.job if held is not None else None
 
     def close(self) -> None:
         self.channel.close()
@@ -291,6 +301,15 @@ class Link:
         held = self.held.get(current)
         patience_ns = max(STUCK_NS, 2 * held.expected_ns) if held is not None else STUCK_NS
         return now_ns >= self.page.started_at_ns + patience_ns
+
+    def ends_in_ns(self, now_ns: int) -> int | None:
+        """When the only job that it has will probably be done, seen from now; None if it has more, or has not begun."""
+        if len(self.unfinished) != 1:
+            return None
+        number, expected_ns = next(iter(self.unfinished.items()))
+        if self.page.current() != number:
+            return None
+        return self.page.started_at_ns + expected_ns - now_ns
 
     # --- leases
 

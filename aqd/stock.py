@@ -17,7 +17,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from aqd import messages
-from aqd.assign import Budget, Estimates
+from aqd.assign import LEAD_NS, Budget, Estimates
 from aqd.channel import ChannelClosed
 from aqd.claims import NOTHING, ClaimedJob, Wish
 from aqd.config import Config
@@ -82,6 +82,7 @@ class Stock:
         self.shares = Shares(config.daemon.reserved)
         self._ready = {pool: _Row() for pool in self.shares.pools}
         self._single = _Row()
+        self._look_in_s = inf
         unknown_ns = self.estimates.unknown_ns
         self._means = {pool: Estimates(unknown_ns) for pool in self.shares.pools}
 
@@ -281,6 +282,7 @@ class Stock:
         idle = sum(1 for link in usable if not link.unfinished)
         if self.shares:
             return self._demand_by_pool(links, usable, idle)
+        idle += self._idle_soon(usable)
         row = self._ready[COMMON]
         if not idle and boottime() >= row.given_at + READY_LIMIT_S:
             return NOTHING
@@ -288,6 +290,25 @@ class Stock:
         return Wish(
             {COMMON: self.budget.demand(idle=idle, workers=len(usable), ready=len(self), mean_ns=mean_ns)}
         )
+
+    def _idle_soon(self, links: Iterable[Link]) -> int:
+        """How many workers will be idle in a moment."""
+        now_ns, soon, next_ns = boottime_ns(), 0, inf
+        for link in links:
+            ends_ns = link.ends_in_ns(now_ns)
+            if ends_ns is None or not self.estimates.known(link.type):
+                continue
+            if ends_ns > LEAD_NS:
+                next_ns = min(next_ns, ends_ns - LEAD_NS)
+            elif ends_ns > -LEAD_NS:  # else it takes longer than we think, and nobody knows how long
+                soon += 1
+        self._look_in_s = next_ns / 1e9
+        return soon
+
+    def look_in_s(self) -> float:
+        """After a :meth:`demand`: when the next one will be another, should nothing happen."""
+        look_in_s, self._look_in_s = self._look_in_s, inf
+        return look_in_s
 
     def _demand_by_pool(self, links: Collection[Link], usable: Collection[Link], idle: int) -> Wish:
         """Each pool asks for the slots that it has and may have besides, by how long *its* jobs take."""

@@ -394,3 +394,24 @@ def test_a_fresh_worker_is_not_kept_for_a_one_shot_job_that_may_not_have_it(
     assert (
         len(here.recycled()) == 2
     )  # of the two that run one-shot jobs: none is made fresh for those that must wait
+
+
+def test_a_worker_that_will_be_idle_in_a_moment_is_claimed_for(world: Callable[..., World]) -> None:
+    here = world(frame_ms=0)
+    link = here.worker()
+    here.stock.learn([(here.add("noop")[0].job, 50_000_000)])  # 50 ms
+    here.give()
+
+    def wanted(ran_ms: int) -> int:
+        link.page.begin(0, boottime_ns() - ran_ms * 1_000_000)
+        return here.stock.demand(here.links).total
+
+    assert here.stock.demand(here.links).total == 0, "not begun"
+    assert wanted(ran_ms=10) == 0
+    assert 0.01 < here.stock.look_in_s() <= 0.03
+    assert here.stock.look_in_s() > 1e9, "said once"
+    assert wanted(ran_ms=45) == 1
+    assert wanted(ran_ms=55) == 1
+    assert wanted(ran_ms=90) == 0, "it takes longer than the others did, nobody knows how long"
+    here.stock.estimates.keep(())
+    assert wanted(ran_ms=45) == 0, "of a type that was never seen nothing is expected"
