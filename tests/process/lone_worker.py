@@ -57,6 +57,7 @@ def main(codes: list[str | None], frames: int) -> list[Any]:
         worker.Worker(registry, Config(), theirs, page, output_fd, [], master).run()
     theirs.close()
     page.lease_until_ns = process.boottime_ns() + 10**15
+    page.listening = True
     channel.receive(ours)  # it is up
     outcomes: list[Any] = []
     for _ in range(frames):
