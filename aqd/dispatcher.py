@@ -186,15 +186,13 @@ class Dispatcher:
 
     def _events(self) -> list[tuple[int, int]]:
         """Sleep until something happens. While we are awake no worker needs to ring."""
-        links = self.links.values()
-        for link in links:
-            link.page.listening = True
         pause_s = min(self._tick_s(), self.stock.look_in_s())
-        for link in links:
+        for link in self.links.values():
+            link.page.listening = True
             if link.has_news:  # those that came while we were awake, of which nobody has rung
                 pause_s = min(pause_s, 0.0 if link.page.idle else BUSY_TICK_S)
         events = self.epoll.poll(pause_s)
-        for link in links:
+        for link in self.links.values():
             link.page.listening = False
         return events
 
@@ -364,7 +362,8 @@ class Dispatcher:
         link.close()
 
     def _read_link(self, link: Link) -> None:
-        self._outcomes(link, link.read_channel())
+        if found := link.read_channel():
+            self._outcomes(link, found)
         if link.has_news:
             self._outcomes(link, link.read_journal())
         # The end of a worker is announced by the master, with the reason.

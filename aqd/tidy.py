@@ -11,7 +11,8 @@ A system call takes 0.2 µs and a no-op job 2, so what is looked at after *every
 unseen (4 µs). Of the rest, which is as dear (a getrlimit alone 0.5), the interpreter tells: its audit events
 (PEP 578) say that a job has called chdir or setrlimit, begun a process or looked up a C function
 (:meth:`Tidy.told`). Only C code that a plugin had bound before does it without a word; so all of it is looked at, told
-or not, after each job that took longer than :data:`BRIEF_NS` and after the last one of each frame.
+or not, after each job that took longer than :data:`BRIEF_NS`, and of brief ones every few milliseconds
+(:data:`aqd.worker.SETTLE_MS`).
 
 Sources: getitimer(2), signal(7), getrlimit(2), getpriority(2), umask(2), the table of audit events in Python's manual.
 """

@@ -49,6 +49,9 @@ logger = log.get_logger("worker")
 
 # An idle worker shows in its page that it is alive; the master's limit is a multiple of this.
 IDLE_TURN_MS = 8000
+# Everything is looked at (aqd/tidy.py) so long after it was looked at last, with the next brief job, or when no other job
+# has come for so long.
+SETTLE_MS = 5
 # What a result, and what an output, may take inside the outcome itself; a larger one travels as a memfd. A
 # socket takes 167 messages of 200 bytes, 26 of 4 kB, 4 of 62 kB, and a worker whose socket is full waits.
 INLINE_RESULT = 2 * 1024
@@ -102,7 +105,9 @@ class Worker:
         self._cookie = self._channel_cookie()
         hooks = registry.manager.hook
         self._watchers = hooks.aqd_job_start.get_hookimpls, hooks.aqd_job_finish.get_hookimpls
-        self._suspects = 0  # jobs that were begun since everything was last looked at
+        self._suspects = 0  # jobs that were run since everything was last looked at
+        self._thorough_until = 0
+        self._job_id = 0  # of the last one
         self._deprived = False  # one of them has closed the channel
         self._journal = journal.Writer(page)
         self._unannounced_ns = 0  # since when there has been something in the journal that was not told
@@ -205,6 +210,12 @@ class Worker:
         poll.register(self.channel, select.POLLIN)
         self.title.show("idle")
         while True:
+            if self._suspects and not poll.poll(SETTLE_MS):
+                self._tidy(None, True)
+                if self._leaving is not None:
+                    self._announce()
+                    return self._leaving
+                continue
             if not poll.poll(IDLE_TURN_MS):
                 self.page.turn()
                 if os.getppid() != self.master_pid:
@@ -224,7 +235,7 @@ class Worker:
                 payload = entry.payload
                 if payload is None:
                     payload = channel.from_memfd(fds.pop(0), 1 << 30).decode()
-                self._run(entry, payload, entry is frame.jobs[-1])
+                self._run(entry, payload)
                 if self._leaving is not None:
                     break
             self._announce()
@@ -233,8 +244,8 @@ class Worker:
             log.context(slot=self._slot)
             self.title.show("idle")
 
-    def _run(self, entry: messages.JobEntry, payload: str, last: bool = True) -> None:
-        """One attempt, from its begin in the page to its outcome in the journal. ``last``: of its frame.
+    def _run(self, entry: messages.JobEntry, payload: str) -> None:
+        """One attempt, from its begin in the page to its outcome in the journal.
 
         A no-op job costs 16 system calls (a test counts them), and more time here than in them: what stands in one
         piece would cost 0.1 µs for each call that a tidier form had.
@@ -254,8 +265,6 @@ class Worker:
         # After the begin: see the page's header. Looking before it let one recall in seven be run all the same.
         if page.skipped(number):
             page.end(number)
-            if last:
-                self._tidy(entry, None, True)
             return
         self.title.show_job(entry.type, entry.id)
         if not costs.settled:
@@ -265,9 +274,14 @@ class Worker:
         else:
             # The node lost touch with the database: somebody else may start it.
             ending = Ending("unstarted", "lease")
-        wall_ns = boottime_ns() - started_ns
-        thorough = last or wall_ns > BRIEF_NS or self.tidy.told()
-        self._tidy(entry, info, thorough)
+        ended_ns = boottime_ns()
+        wall_ns = ended_ns - started_ns
+        thorough = wall_ns > BRIEF_NS or ended_ns > self._thorough_until or self.tidy.told()
+        if thorough:
+            self._thorough_until = ended_ns + SETTLE_MS * 1_000_000
+        self._job_id = entry.id
+        self._suspects += 1
+        self._tidy(info, thorough)
         page.handler_returned(number)
         if not self.helpers.alone():
             thorough = True
@@ -287,9 +301,8 @@ class Worker:
         if info is not None and info.one_shot and self._leaving is None:
             self._leaving = Exit.OK
 
-    def _tidy(self, entry: messages.JobEntry, info: HandlerInfo | None, thorough: bool) -> None:
+    def _tidy(self, info: HandlerInfo | None, thorough: bool) -> None:
         """What a job may have turned round in this process, and what would hit the next one."""
-        self._suspects += 1
         suspects = self._suspects
         spoiled = self.streams.spoiled()
         if spoiled is None:
@@ -312,7 +325,7 @@ class Worker:
         if lasting and not (info is not None and info.one_shot):
             logger.warning(
                 "a job has changed its worker for good, leaving",
-                job_id=str(entry.id),
+                job_id=str(self._job_id),
                 what=lasting,
                 among=suspects,
             )

@@ -2,7 +2,8 @@
 
 Reads from its arguments the code of the jobs of one frame, and how many such frames are to be sent. A job's result is
 what its code leaves in ``result``. Writes a JSON array with the outcomes of the last frame: result, or error.
-With ``AQD_TEST_BRIEF`` every job counts as brief and every frame as short, however slow a tracer makes them.
+With ``AQD_TEST_BRIEF`` every job counts as brief and every frame as short, however slow a tracer makes them; with
+``AQD_TEST_PAUSE_S`` there is such a pause between frames.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import time
 from typing import Any
 
 from aqd import channel, journal, messages, process, worker
@@ -42,6 +44,7 @@ def main(codes: list[str | None], frames: int) -> list[Any]:
     compiled.update((code, compile(code, "job", "exec")) for code in codes if code is not None)
     if "AQD_TEST_BRIEF" in os.environ:
         worker.BRIEF_NS = worker.ANNOUNCE_NS = 10**15
+    pause_s = float(os.environ.get("AQD_TEST_PAUSE_S", "0"))
     fd = Page.create(0, 1, 1)
     page = Page(fd)
     reader = journal.Reader(page)
@@ -61,6 +64,7 @@ def main(codes: list[str | None], frames: int) -> list[Any]:
     channel.receive(ours)  # it is up
     outcomes: list[Any] = []
     for _ in range(frames):
+        time.sleep(pause_s)
         first = page.write([(1, 1, 1, 0, 0, 0) for _ in codes])
         jobs = [
             messages.JobEntry(number, 1 + number, "run", json.dumps(code), 1, 1, "default", 0)

@@ -85,12 +85,13 @@ def test_the_next_job_of_a_frame_has_what_it_expects(what: str) -> None:
     assert outcomes([None, leave, look, None])[2] in (False, None)
 
 
-def test_what_c_code_does_unseen_lasts_no_longer_than_the_frame() -> None:
+def test_what_c_code_does_unseen_lasts_for_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a function that was looked up before, so that nobody tells of its call."""
     look = "result = os.getcwd()"
     leave = "import ctypes; kept[0](b'/proc') if kept else kept.append(ctypes.CDLL(None).chdir)"
     home = outcomes([look])[0]
     assert outcomes([look, leave, look, None], frames=2) == [home, None, "/proc", None]
+    monkeypatch.setenv("AQD_TEST_PAUSE_S", "0.5")  # a hundred times as long as the worker lets it be
     assert outcomes([look, leave.replace("kept[0]", "kept.pop()"), None], frames=3)[0] == home
 
 
