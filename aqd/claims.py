@@ -88,6 +88,15 @@ class Wish(NamedTuple):
     def total(self) -> int:
         return sum(self.limits.values())
 
+    @property
+    def pools(self) -> frozenset[str]:
+        """Those of which jobs are wanted."""
+        return frozenset(pool for pool, limit in self.limits.items() if limit > 0)
+
+    def exceeds(self, other: "Wish") -> bool:
+        """Whether more of some pool is wanted."""
+        return any(limit > other.limits.get(pool, 0) for pool, limit in self.limits.items())
+
 
 NOTHING: Final = Wish({})
 

@@ -543,10 +543,9 @@ class Dispatcher:
 
     def _claim(self, links: list[Link]) -> None:
         wanted = self.stock.demand(links)
-        if wanted != self.claimer.wanted:
-            more = wanted.total > self.claimer.wanted.total
+        if wanted != (before := self.claimer.wanted):
             self.claimer.wanted = wanted
-            if more:
+            if wanted.exceeds(before):
                 self.claimer.wake()
 
     # --- the end
