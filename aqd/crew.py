@@ -40,7 +40,7 @@ _UNMATCHED_S = 10.0
 IDLE_LIMIT_S = 20.0
 # Of what workers print, so much is kept; and it is cut down when it takes more than the second.
 OUTPUT_KEPT, OUTPUT_MAX = 128 << 10, 1 << 20
-# How often output files are looked at (500 MiB/s were measured: 100 MiB between two looks), and how often
+# How often output files are looked at (500 MiB/s were measured: 100 MiB between two looks, 500 at rest), and how often
 # the memory of workers without a limit and the kernel's own killing.
 OUTPUT_LOOK_S, SLOW_LOOK_S = 0.2, 1.0
 # What a worker without a job has is measured again with growing pauses, as long as it stays the same: hooks may

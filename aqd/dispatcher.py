@@ -40,18 +40,7 @@ from aqd.leases import Leases
 from aqd.links import Held, Link, Outcome
 from aqd.pace import AWAKE_S, REST_S, TELL_S
 from aqd.process import boottime, boottime_ns, signal_group
-from aqd.recorder import (
-    Failed,
-    NodeGone,
-    Reconciled,
-    Reconciliation,
-    Recorder,
-    Released,
-    Renewed,
-    Settled,
-    Told,
-    Work,
-)
+from aqd.recorder import Failed, NodeGone, Reconciled, Reconciliation, Recorder, Renewed, Settled, Told, Work
 from aqd.stock import Stock
 
 logger = log.get_logger("dispatcher")
@@ -202,6 +191,10 @@ class Dispatcher:
         for link in self.links.values():
             if link.has_news:  # not told of yet, or by a bell that had no room
                 self._outcomes(link, link.read_journal())
+            if (
+                link.journal.broken and link.exited is None
+            ):  # a fence misses a worker that has gone on meanwhile
+                self.master.send(messages.Fence(link.incarnation, link.page.current()))
         if self.claimer.stopping and not self.claimer.quiet and now >= self.claimer.stop_until:
             self.claimer.session.cut()  # what it may have claimed ends with its lease
         if now >= self._next_renew:
@@ -217,8 +210,8 @@ class Dispatcher:
                 self.recorder.put(Reconciliation(self.leases.pairs(), boottime_ns()))
         up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
         if now >= self._next_report or up != self._reported_up:
-            self._next_report = now + (REPORT_S if now < self._rest_from else REST_REPORT_S)
-            self._reported_up = up
+            calm = now >= self._rest_from and not (self.draining or self.handing_over or self.pending)
+            self._next_report, self._reported_up = now + (REST_REPORT_S if calm else REPORT_S), up
             self._report()
         # What expired during an outage and waits in our hands is recorded, not rescued by our own keeper.
         if not self.recorder.session.up or not self.pending:
@@ -308,6 +301,7 @@ class Dispatcher:
             case messages.Facts():
                 self.keeper.learn(message)
             case messages.Drain():
+                self._next_report = 0.0
                 self.draining = self.keeper.draining = True
                 self.claimer.stop()
                 self.stock.release_all("drain")
@@ -468,7 +462,7 @@ class Dispatcher:
     def _release(self, held: Held, reason: str) -> None:
         if held.job is not None:
             self.claimer.lower(held.job.queue, held.job.priority)
-        self._put(Released((0, 0), held.id, held.token, False, reason, boottime_ns()))
+        self._put(outcomes.unbegun(held, reason, boottime_ns()))
 
     def _free_stuck(self, now_ns: int) -> None:
         """Jobs behind one that runs longer than expected are taken back."""
@@ -538,6 +532,7 @@ class Dispatcher:
             if link.generation == self.generation
             and not link.retiring
             and link.exited is None
+            and not link.journal.broken
             and link.page.turns  # it is in its loop: hooks may run for long before
         ]
 

@@ -81,6 +81,8 @@ class Reader:
         """The records that were not read yet, each with the place where it begins."""
         found: list[tuple[int, bytes]] = []
         place, head = self.place, self._page.journal_head
+        if not 0 <= head - place <= JOURNAL_BYTES or (place | head) % 8:
+            self.broken = True  # a wild store into the page itself
         if self.broken:
             return found
         memory, unpack = self._memory, _HEADER.unpack_from

@@ -98,7 +98,6 @@ class Link:
     recalling: bool = False
     adopted: bool = False
     closed: bool = False  # its channel: nothing more can come
-    unreadable: bool = False  # its journal
     exited: messages.Exited | None = None
     settling: bool = False
     ordered: bool = False  # the master has been asked for a successor
@@ -194,13 +193,13 @@ class Link:
 
     @property
     def has_news(self) -> bool:
-        """Whether the journal has something that was not read."""
-        return self.page.journal_head != self.journal.place
+        """Whether the journal has something that was not read and can be."""
+        return self.page.journal_head != self.journal.place and not self.journal.broken
 
     @property
     def waits(self) -> bool:
         """Whether the journal has something, and the worker nothing to do."""
-        return self.page.idle and self.page.journal_head != self.journal.place
+        return self.has_news and self.page.idle
 
     def read_journal(self) -> list[Outcome | None]:
         """The outcomes in the journal that have not been looked at yet; None at the end if what follows cannot be
@@ -219,8 +218,7 @@ class Link:
             finished_ns += unfinished.pop(number, 0)
             found.append(outcome)
         self.load_ns -= finished_ns
-        if self.journal.broken and not self.unreadable:
-            self.unreadable = True
+        if self.journal.broken:
             found.append(None)
         return found
 

@@ -61,6 +61,11 @@ def unsendable(held: Held, now_ns: int) -> Failed | None:
     )
 
 
+def unbegun(held: Held, reason: str, now_ns: int) -> Released:
+    """A job that goes back to the database as it came from there."""
+    return Released((0, 0), held.id, held.token, False, reason, now_ns)
+
+
 def from_message(incarnation: int, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
     key = (incarnation, message.number)

@@ -15,9 +15,10 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import psycopg
@@ -42,6 +43,8 @@ BATCH_MAX = 1000
 # in one statement take 4 µs less each than in statements of 100.
 MANY = 50
 LINGER_S = 0.01
+# Of results in one statement. PostgreSQL takes no message of 1 GiB.
+BATCH_BYTES = 64 << 20
 # A row of ours that somebody else has locked (an operator's open transaction) holds up a batch for so long,
 # then it is written alone, again and again, and the others without it.
 LOCK_WAIT_S = 0.25
@@ -213,6 +216,7 @@ class Recorder(threading.Thread):
         self._queue: queue.SimpleQueue[Sequence[Work]] = queue.SimpleQueue()
         self._rng = random.Random()
         self._last = 0  # how many were written together
+        self._apart: deque[tuple[Sequence[Any], Callable[[Sequence[Any]], None]]] = deque()
 
     # --- for the main thread
 
@@ -226,22 +230,25 @@ class Recorder(threading.Thread):
         while True:
             try:
                 self._write(self._take())
+                if self._apart:
+                    self._persist(*self._apart.popleft())
             except Exception:
                 # Each piece of work is guarded by itself; this is for what nobody thought of.
                 logger.exception("recorder fails")
                 time.sleep(1.0)
 
     def _take(self) -> list[Work]:
-        """What has come together, at least one; meanwhile the connection is kept up."""
-        while True:
+        """What has come together, at least one unless something waits that was put apart; meanwhile the connection is
+        kept up."""
+        batch: list[Work] = []
+        while not batch and not (self._apart and self._queue.empty()):
             if self.session.connection is None:
                 with contextlib.suppress(psycopg.Error, WorldError):
                     self.session.run(lambda _: None)
             timeout = None if self.session.connection else self.session.pause_s() or 1.0
             with contextlib.suppress(queue.Empty):
-                batch = list(self._queue.get(timeout=timeout))
-                break
-        if self._last >= MANY and len(batch) < self._last:
+                batch += self._queue.get(timeout=timeout)
+        if self._last >= MANY and 0 < len(batch) < self._last:
             time.sleep(LINGER_S)  # not a wait for the queue, which every put would end
         while len(batch) < BATCH_MAX:
             try:
@@ -257,7 +264,8 @@ class Recorder(threading.Thread):
             if isinstance(work, Renewal):
                 self.renewal_waits = False
                 self._renew(work)
-        self._persist([w for w in batch if isinstance(w, Completed)], self._record_completed)
+        for part in _by_size([w for w in batch if isinstance(w, Completed)]):
+            self._persist(part, self._record_completed)
         self._persist([w for w in batch if isinstance(w, Failed)], self._record_failed)
         self._persist([w for w in batch if isinstance(w, Released)], self._release)
         for work in batch:
@@ -270,27 +278,33 @@ class Recorder(threading.Thread):
                 self._settle([(0, 0)], {})
 
     def _persist(self, items: Sequence[Outcome], write: Callable[[Sequence[Outcome]], None]) -> None:
-        """Write, or put back to the end of the queue: renewals must not wait behind what is refused.
-        (The store itself puts aside a row that breaks a constraint.)"""
+        """Write, or put it off: renewals, which may be waiting by now, must not wait behind what is refused. (The store
+        itself puts aside a row that breaks a constraint.)
+
+        Without a connection all of it goes back into the queue. What was refused, or waits for a lock that somebody
+        has on one of its rows, is put apart in halves, which are never put together again: so it comes down to the rows
+        that cannot be written, and what is too much at once for a slow database becomes less.
+        """
         if not items:
             return
+        pause_s = 0.0
         try:
             write(items)
             return
         except psycopg.errors.LockNotAvailable:
-            if len(items) > 1:  # somebody has locked one of these rows: the others need not wait with it
-                middle = len(items) // 2
-                self._persist(items[:middle], write)
-                self._persist(items[middle:], write)
-                return
-            pause_s = 0.0
+            pass
         except (psycopg.Error, WorldError) as error:
             expected = isinstance(error, psycopg.OperationalError | WorldError) or not self.session.up
             pause_s = self.session.pause_s() or (0.2 if expected else 2.0)
         except Exception:
             logger.exception("outcomes cannot be written", number=len(items))
             pause_s = 2.0
-        self._queue.put(items)
+        if not self.session.up:
+            for first in range(0, len(items), BATCH_MAX):
+                self._queue.put(items[first : first + BATCH_MAX])
+        else:
+            middle = -(-len(items) // 2)
+            self._apart += [(part, write) for part in (items[:middle], items[middle:]) if part]
         time.sleep(pause_s)
 
     def _on_connect(self, connection: Connection) -> None:
@@ -506,3 +520,18 @@ class Recorder(threading.Thread):
 
 def _release_name(item: object) -> str:
     return "interrupted" if isinstance(item, Released) and item.interrupted else "released"
+
+
+def _by_size(items: list[Completed]) -> Iterator[list[Completed]]:
+    """In parts whose results have some :data:`BATCH_BYTES` together at most."""
+    sizes = [len(item.done.result or "") for item in items]
+    if sum(sizes) <= BATCH_BYTES:  # nearly always
+        yield items
+        return
+    first = total = 0
+    for place, size in enumerate(sizes):
+        total += size
+        if total > BATCH_BYTES and place > first:
+            yield items[first:place]
+            first, total = place, size
+    yield items[first:]

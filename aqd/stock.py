@@ -278,7 +278,7 @@ class Stock:
         for link in links:
             if link.exhausted and not link.held and boottime() >= link.exhausted_at + SUCCESSOR_LIMIT_S:
                 link.exhausted, link.overtime = False, True
-        usable = [link for link in links if not link.exhausted]
+        usable = [link for link in links if not link.exhausted and self._room(link) > 0]
         idle = sum(1 for link in usable if not link.unfinished)
         if self.shares:
             return self._demand_by_pool(links, usable, idle)

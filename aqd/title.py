@@ -40,7 +40,7 @@ class Title:
             self.show(f"{type} {id}")
             return
         title = f"{self._fixed} [{type} {id}]".encode()
-        self._memory[:] = title[: self._room].ljust(self._room, b"\0")
+        self._memory[:] = title[: self._room - 1].ljust(self._room, b"\0")
 
     def _find(self) -> None:
         setproctitle("." * _ROOM)

@@ -120,3 +120,28 @@ def heard(master: socket.socket) -> int:
         except BlockingIOError:
             return found
         found += isinstance(messages.decode_from_dispatcher(data), messages.Working)
+
+
+def test_a_worker_whose_journal_is_spoiled_is_fenced_until_that_meets_it(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk.dispatcher, "_check_threads", lambda: None)  # they were not started
+    desk.give(1, 2)
+    page = desk.link.page
+    page.begin(0, boottime_ns())
+    page.journal_head = 1 << 40
+    fences = []
+    for number in (0, 1):
+        page.begin(number, boottime_ns())
+        desk.dispatcher._tick(1e12)
+        while True:
+            try:
+                data, _ = channel.receive(desk.master, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            message = messages.decode_from_dispatcher(data)
+            if isinstance(message, messages.Fence):
+                fences.append(message.number)
+        page.end(number)
+    assert set(fences) == {0, 1}
+    assert desk.dispatcher._serving() == []

@@ -126,3 +126,12 @@ def test_an_order_of_stores_that_a_kill_cannot_spoil(pages: tuple[Page, Page]) -
     pages[0].memory[JOURNAL_AT + head + 8 : JOURNAL_AT + head + 12] = b"half"
     journal._HEADER.pack_into(pages[0].memory, JOURNAL_AT + head, 4, crc32(b"half"))
     assert read(Reader(pages[1])) == [b"whole"]
+
+
+@pytest.mark.parametrize(("head", "tail"), [(1 << 46, 0), (8, 16), (4, 0), (8, 4)])
+def test_words_that_cannot_be_right(pages: tuple[Page, Page], head: int, tail: int) -> None:
+    """A wild store may hit them, too: no endless loop, and no error that every dispatcher meets."""
+    pages[0].journal_head, pages[0].journal_tail = head, tail
+    reader = Reader(pages[1])
+    assert read(reader) == []
+    assert reader.broken

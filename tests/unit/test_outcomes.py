@@ -10,6 +10,7 @@ import pytest
 
 from aqd import channel, messages, outcomes, process
 from aqd.claims import ClaimedJob
+from aqd.journal import Writer
 from aqd.links import OUTSTANDING_MAX, Held, Link
 from aqd.page import ENTRIES, Page, StopReason
 from aqd.process import boottime_ns
@@ -241,3 +242,14 @@ def test_an_unreadable_message_is_passed_over() -> None:
     assert link.read_channel() == []
     assert link.closed
     link.close()
+
+
+def test_a_journal_that_was_written_over_is_read_no_more(link: Link) -> None:
+    link.give([held(1), held(2)])
+    assert Writer(link.page).append(messages.encode(messages.Done(0, 5, 7, 0, 0, "")))
+    link.page.journal_head = link.page.journal_head + (1 << 40)
+    assert link.has_news
+    assert link.read_journal() == [None]
+    assert not link.has_news, "nothing to be read, or the dispatcher would look for ever"
+    assert not link.waits
+    assert link.journal.broken

@@ -1,0 +1,130 @@
+"""The recorder's thread with a real database: what cannot be written keeps back nothing else."""
+
+from __future__ import annotations
+
+import queue as queues
+import threading
+import time
+
+import msgspec
+import pytest
+
+from aqd import messages
+from aqd.config import Config, Database
+from aqd.links import Held
+from aqd.process import boottime_ns
+from aqd.recorder import BATCH_MAX, Completed, Reconciled, Recorder, Renewal, Renewed, Settled, Told
+from tests.sql.conftest import Connect
+from tests.sql.support import Queue, book
+
+
+class Desk:
+    """A recorder, and what it says."""
+
+    def __init__(self, url: str, **database: float) -> None:
+        self.said: queues.SimpleQueue[Told] = queues.SimpleQueue()
+        config = msgspec.structs.replace(Config(), database=Database(url=url, **database))  # type: ignore[arg-type]
+        self.recorder = Recorder(config, "node-1", self.said.put, lambda _: None)
+        self.sizes: list[int] = []
+        write = self.recorder._record_completed
+
+        def noted(items: list[Completed]) -> None:
+            self.sizes.append(len(items))
+            write(items)
+
+        self.recorder._record_completed = noted  # type: ignore[method-assign, assignment]
+        self.settled = 0
+
+    def renewed_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                said = self.said.get(timeout=left)
+            except queues.Empty:
+                return False
+            if isinstance(said, Settled):
+                self.settled += len(said.keys)
+            elif isinstance(said, Renewed):
+                return True
+            else:
+                assert not isinstance(said, Reconciled)
+        return False
+
+    def settle(self, number: int, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while self.settled < number:
+            said = self.said.get(timeout=max(until - time.monotonic(), 0.001))
+            if isinstance(said, Settled):
+                self.settled += len(said.keys)
+
+
+@pytest.fixture
+def told(database_url: str) -> Desk:
+    return Desk(database_url)
+
+
+def claimed(queue: Queue, connect: Connect, number: int) -> list[Completed]:
+    queue.fill(number)
+    jobs = []
+    mine = book()
+    conn = connect()
+    while found := mine.claim(conn, number):
+        jobs += found
+    assert len(jobs) == number
+    done = messages.Done(0, boottime_ns(), 1000, 10, 100, "", b"")
+    return [
+        Completed(
+            (1, place),
+            Held(job.id, job.token, 1, boottime_ns() + 10**12, job),
+            msgspec.structs.replace(done, number=place),
+        )
+        for place, job in enumerate(jobs)
+    ]
+
+
+def test_rows_that_somebody_has_locked_keep_neither_the_others_nor_renewals(
+    told: Desk, queue: Queue, connect: Connect
+) -> None:
+    """By halves it would take 30 statements of 0.25 s each to come down to three rows: renewals go in between."""
+    work = claimed(queue, connect, 300)
+    locked = [work[place].held for place in (10, 150, 290)]
+    holder = connect(dispatcher=False)
+    with holder.transaction():
+        holder.execute("select from aqd.jobs where id = any(%s) for update", [[held.id for held in locked]])
+        told.recorder.start()
+        told.recorder.put(*work)
+        renewals = 0
+        others = [(work[0].held.id, work[0].held.token)]
+        until = time.monotonic() + 60
+        while told.settled < len(work) - len(locked) and time.monotonic() < until:
+            told.recorder.put(Renewal(others, []))
+            assert told.renewed_within(5), "a renewal waited behind locked rows"
+            renewals += 1
+        assert told.settled == len(work) - len(locked)
+        assert renewals > 3, "that was too quick to show anything"
+        assert queue.value("select count(*) from aqd.jobs") == len(locked)
+    told.settle(len(work))
+    assert queue.value("select count(*) from aqd.job_history") == len(work)
+
+
+def test_what_is_refused_again_and_again_never_becomes_a_larger_statement(
+    told: Desk, queue: Queue, connect: Connect
+) -> None:
+    """A database that is too slow for a batch must be given smaller ones."""
+    work = claimed(queue, connect, 3000)
+    holder = connect(dispatcher=False)
+    holder.execute("alter table aqd.job_history rename to away")
+    try:
+        told.recorder.start()
+        for first in range(0, len(work), 200):
+            told.recorder.put(*work[first : first + 200])
+            threading.Event().wait(0.02)
+        until = time.monotonic() + 30
+        while len(told.sizes) < 8 and time.monotonic() < until:
+            threading.Event().wait(0.05)
+    finally:
+        holder.execute("alter table aqd.away rename to job_history")
+    assert len(told.sizes) >= 8
+    assert max(told.sizes) < BATCH_MAX + 200
+    told.settle(len(work))
+    assert queue.value("select count(*) from aqd.job_history") == len(work)
