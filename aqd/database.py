@@ -220,8 +220,16 @@ def int_array(values: Iterable[int | None]) -> str:
 
 
 def float_array(values: Iterable[float | None]) -> str:
-    """An array of doubles; ``repr`` is exact in both directions."""
-    return "{" + ",".join(["NULL" if v is None else repr(float(v)) for v in values]) + "}"
+    """An array of doubles; ``repr`` is exact in both directions. An integer beyond all doubles is for PostgreSQL to
+    refuse, like every other value that cannot be stored."""
+    return "{" + ",".join(["NULL" if v is None else _float(v) for v in values]) + "}"
+
+
+def _float(value: float) -> str:
+    try:
+        return repr(float(value))
+    except OverflowError:
+        return "1e999"  # out of range (22003)
 
 
 def bool_array(values: Iterable[bool]) -> str:
@@ -297,10 +305,10 @@ def packed_ints(values: Sequence[int | None]) -> Packed | str:
 
 
 def packed_floats(values: Sequence[float | None]) -> Packed | str:
-    """An array of doubles; with nulls among them a literal."""
+    """An array of doubles; with nulls among them, or what is no double, a literal."""
     try:
         return _pack(values, "d", _FLOAT8)
-    except struct.error:
+    except (struct.error, OverflowError):
         return float_array(values)
 
 

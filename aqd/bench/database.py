@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg import conninfo
@@ -169,12 +168,8 @@ def connect(url: str) -> Connection:
 
 
 def with_database(url: str, name: str) -> str:
-    """``url`` (or key=value words of libpq) with another database."""
-    if "://" not in url:
-        return conninfo.make_conninfo(url, dbname=name)
-    parts = urlsplit(url)
-    query = "&".join(each for each in parts.query.split("&") if not each.startswith("dbname="))
-    return urlunsplit(parts._replace(path="/" + name, query=query))
+    """``url`` (or key=value words of libpq) with another database, as key=value words."""
+    return conninfo.make_conninfo(url, dbname=name)
 
 
 def _postmaster(conn: Connection, backend: int) -> int | None:
@@ -206,7 +201,7 @@ def open_server(
             )
         yield server
         return
-    base = _base(directory)
+    base = place(directory)
     _remove_leftovers(base)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     folder.chmod(0o755)  # as root the server runs as somebody else, who must get in; what is inside is closed
@@ -228,7 +223,8 @@ def open_server(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _base(directory: Path | None) -> Path:
+def place(directory: Path | None) -> Path:
+    """Where a server's files belong; :class:`ConfigError` if they cannot be in ``directory``."""
     if directory is not None:
         if not directory.is_dir():
             raise ConfigError(f"--directory: {directory} is no folder")

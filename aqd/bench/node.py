@@ -82,7 +82,7 @@ class Node:
             self._process = spawn(
                 command,
                 account=None,
-                environment={**child_environment(), **(environment or {})},
+                environment={**self.environment(), **(environment or {})},
                 output=output,
                 death_signal=signal.SIGKILL,
                 directory=str(self.directory),
@@ -90,6 +90,13 @@ class Node:
             )
         if wait:
             self.wait(is_ready, READY_S, "ready")
+
+    def environment(self) -> dict[str, str]:
+        """The daemon's: :func:`child_environment`, and compiled modules beside the node's folder, where every node of a run
+        finds those of the one before. Whether the caller's Python may write them is no matter of a measurement."""
+        found = {**child_environment(), "PYTHONPYCACHEPREFIX": str(self.directory.parent / "pycache")}
+        found.pop("PYTHONDONTWRITEBYTECODE", None)
+        return found
 
     def stop(self) -> None:
         """In good order, else by force; its workers end with it."""

@@ -99,15 +99,16 @@ def record_columns(conn: Connection, batch: Completions) -> set[int]:
         return set()
     try:
         done = _write_columns(conn, batch)
-        if len(done) == len(batch.ids):
-            return done
-    except _REFUSED:
+    except _REFUSED as error:
         if in_transaction(conn):
             raise
-        done = set()
-    outputs = batch.outputs or [None] * len(batch.ids)
-    left = [entry for entry in map(Completion, *batch[:-1], outputs) if entry.id not in done]
-    return done.union(_record(conn, once(left), _write_completed, "find_completed", _unstorable_result))
+        outputs = batch.outputs or [None] * len(batch.ids)
+        entries = once(map(Completion, *batch[:-1], outputs))
+        return set(_split(conn, entries, _write_completed, "find_completed", _unstorable_result, error))
+    if len(done) < len(batch.ids):
+        pairs = zip(batch.ids, batch.tokens, strict=True)
+        done |= _find(conn, "find_completed", [(id, token) for id, token in pairs if id not in done])
+    return done
 
 
 def record_failed(conn: Connection, failures: Iterable[Failure]) -> dict[int, str]:
@@ -131,22 +132,34 @@ def _record(
     except _REFUSED as error:
         if in_transaction(conn):
             raise
-        if len(batch) == 1:
-            return set_aside(conn, batch[0], error)
-        middle = len(batch) // 2
-        return _record(conn, batch[:middle], write, find, set_aside) | _record(
-            conn, batch[middle:], write, find, set_aside
-        )
-    missing = [entry for entry in batch if entry.id not in done]
-    if missing:
-        rows = run(
-            conn,
-            find,
-            ids=int_array(entry.id for entry in missing),
-            tokens=int_array(entry.token for entry in missing),
-        )
-        done |= {row[0]: "" for row in rows}
-    return done
+        return _split(conn, batch, write, find, set_aside, error)
+    missing = [(entry.id, entry.token) for entry in batch if entry.id not in done]
+    return done | dict.fromkeys(_find(conn, find, missing), "")
+
+
+def _split(
+    conn: Connection,
+    batch: list[_Entry],
+    write: Callable[[Connection, list[_Entry]], _Changed],
+    find: str,
+    set_aside: Callable[[Connection, _Entry, psycopg.Error], _Changed],
+    error: psycopg.Error,
+) -> _Changed:
+    """Write a batch that was refused as a whole, in halves; what is refused alone is set aside."""
+    if len(batch) == 1:
+        return set_aside(conn, batch[0], error)
+    middle = len(batch) // 2
+    return _record(conn, batch[:middle], write, find, set_aside) | _record(
+        conn, batch[middle:], write, find, set_aside
+    )
+
+
+def _find(conn: Connection, find: str, pairs: list[tuple[int, int]]) -> set[int]:
+    """Of these (id, token) the ids that an earlier try has recorded."""
+    if not pairs:
+        return set()
+    ids, tokens = zip(*pairs, strict=True)
+    return {row[0] for row in run(conn, find, ids=int_array(ids), tokens=int_array(tokens))}
 
 
 def _write_completed(conn: Connection, batch: list[Completion]) -> _Changed:

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from aqd import claims, database, store
+from aqd.store import outcome
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import HELD, Queue, book, completion, everything, failure, released
@@ -402,6 +403,37 @@ def test_by_columns(conn: database.Connection, queue: Queue) -> None:
     ).fetchall()
     assert rows == [("1", 0.5, 1000, None), (None, None, None, None)]
     assert store.record_columns(conn, store.Completions([], [], [], [], [], [], [])) == set()
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+def test_both_owners_in_one_batch(conn: database.Connection, queue: Queue, late_first: bool) -> None:
+    """The answer names jobs: this one is recorded, with what its owner said."""
+    (late, other) = claim(conn, queue, 2)
+    owner = reclaim(conn, queue, late.id)
+    both = [completion(late, '"late"'), completion(owner, '"owner"')]
+    batch = [*(both if late_first else reversed(both)), completion(other)]
+    for _ in range(2):
+        assert store.record_completed(conn, batch) == {late.id, other.id}
+        rows = conn.execute("select lease_token, result::text from aqd.job_history where id = %s", [late.id])
+        assert rows.fetchall() == [(owner.token, '"owner"')]
+
+
+def test_a_refused_statement_is_not_repeated(
+    conn: database.Connection, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = claim(conn, queue, 4)
+    sizes = []
+
+    def write(conn: database.Connection, batch: store.Completions) -> set[int]:
+        sizes.append(len(batch.ids))
+        return real(conn, batch)
+
+    real = outcome._write_columns
+    monkeypatch.setattr(outcome, "_write_columns", write)
+    batch = [completion(job) for job in jobs]
+    batch[0] = completion(jobs[0], "not json")
+    assert store.record_completed(conn, batch) == {job.id for job in jobs}
+    assert sizes == [4, 2, 1, 1, 2]
 
 
 def test_bad_result_does_not_stop_the_batch(conn: database.Connection, queue: Queue) -> None:

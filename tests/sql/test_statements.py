@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psycopg
 import pytest
 from psycopg import sql
 
@@ -114,6 +115,13 @@ def test_arrays(conn: database.Connection, encode, values, type) -> None:
     found = conn.execute(f"select %s::{type}", [encode(values)]).fetchone()
     assert found is not None
     assert found[0] == values
+
+
+@pytest.mark.parametrize("encode", [database.float_array, database.packed_floats])
+def test_a_number_beyond_all_doubles_is_refused_there(conn: database.Connection, encode) -> None:
+    """With an error that sets the row aside, not with one that stops its batch for ever."""
+    with pytest.raises(psycopg.errors.NumericValueOutOfRange):
+        conn.execute("select %s::float8[]", [encode([0.5, 10**400])])
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -48,7 +48,9 @@ def _events_of(call: ast.Call, function: ast.FunctionDef) -> Iterator[tuple[str,
     target, method = ast.unparse(call.func.value), call.func.attr
     if method == "_complain":
         level = "warning"
-    elif method in LEVELS and target in ("log", "logger", "self._log", "self.log"):
+    elif method in LEVELS and (
+        target in ("log", "logger", "self._log", "self.log") or target.startswith("log.get_logger(")
+    ):
         level = LEVELS[method]
     else:
         return

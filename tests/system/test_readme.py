@@ -64,6 +64,7 @@ NOT_RUN = {
         1,
     ): "a test of somebody's project: tests/system/test_testing_kit.py has such projects",
     ("On a server", "ini", 0): "a drop-in of systemd; its variable is looked for below",
+    ("Beside other queues", "sh", 0): "installs other projects and takes ten minutes",
     ("Working on the code", "sh", 0): "runs this suite; the files are looked for below",
 }
 COMPARED = {

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from aqd.bench import bench, chart, machine, measure, pgbench, report, scenarios
 from aqd.bench.database import with_database
-from aqd.bench.node import Statements, toml
+from aqd.bench.node import Node, Statements, toml
 from aqd.bench.results import Figure, Latency, Report, Result, Row, Run, Series
 from aqd.bench.settings import Settings, Work
 from aqd.cli import bench as bench_command
 from aqd.cli import command
 from aqd.errors import Exit, UserError, WorldError
+from tests.fixtures.postgres import Postgres
 from tests.system.readme_page import PAGE, code
 
 # --- numbers ------------------------------------------------------------------------------------------
@@ -92,13 +94,22 @@ def test_a_payload_is_as_long_as_asked(size: int) -> None:
     assert isinstance(json.loads(text), dict)
 
 
-def test_a_database_of_the_same_server() -> None:
-    assert (
-        with_database("postgresql://u:p@h:1/x?sslmode=require", "y")
-        == "postgresql://u:p@h:1/y?sslmode=require"
-    )
-    assert with_database("postgresql://u@/x?host=/run&dbname=z", "y") == "postgresql://u@/y?host=/run"
-    assert "dbname=y" in with_database("host=/run dbname=x", "y")
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("postgresql:///postgres", "dbname=y"),
+        ("postgresql://", "dbname=y"),
+        ("postgresql:///?dbname=z&port=1", "dbname=y port=1"),
+        ("postgresql://u:p%40@h:1/x?sslmode=require", "user=u password=p@ host=h port=1 dbname=y sslmode=require"),
+        ("postgresql://u@/x?host=/run&dbname=z", "user=u host=/run dbname=y"),
+        ("host=/run dbname=x", "host=/run dbname=y"),
+    ],
+)  # fmt: skip
+def test_a_database_of_the_same_server(url: str, expected: str) -> None:
+    assert conninfo_to_dict(with_database(url, "y")) == conninfo_to_dict(expected)
+    beside = Postgres(url).url("y")  # the suite's own, which stays a URL
+    assert conninfo_to_dict(beside) == conninfo_to_dict(expected)
+    assert ("://" in beside) == ("://" in url)
 
 
 def test_configuration_files_are_toml() -> None:
@@ -109,6 +120,15 @@ def test_configuration_files_are_toml() -> None:
         "plugins": {"settings": {"bench": {"cost_ms": 0.5}}},
     }
     assert tomllib.loads(toml(tables)) == tables
+
+
+def test_modules_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the shell says: a start is to be measured, and not Python's compiler."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "/nowhere")
+    found = [Node(tmp_path / name, "postgresql:///x", 1, {}).environment() for name in ("a", "b")]
+    assert [each["PYTHONPYCACHEPREFIX"] for each in found] == [str(tmp_path / "pycache")] * 2
+    assert not any("PYTHONDONTWRITEBYTECODE" in each for each in found)
 
 
 def test_what_pgbench_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import stat
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.bench.peers import __main__ as program
-from tests.bench.peers import packages, report, runs, systems
+from tests.bench.peers import machine, packages, report, runs, servers, systems
 from tests.bench.peers.figures import Drain, Latency, Result, percentile, ratio
 from tests.bench.peers.packages import DRIVERS, Cache, Unavailable
 from tests.bench.peers.runs import RECORD, counted
@@ -124,6 +125,7 @@ class TestProgram:
             (["--rounds", "0"], "positive"),
             (["--jobs", "many"], "--jobs"),
             (["--scenario", "enqueue"], "enqueue"),
+            (["--directory", "/nowhere"], "/nowhere is no folder"),
         ],
     )
     def test_mistakes(self, arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +133,16 @@ class TestProgram:
             program.parse(arguments)
         assert caught.value.code == 2
         assert word in capsys.readouterr().err
+
+    def test_postgresql_is_on_a_disk(self, open_dir: Path) -> None:
+        """Where a commit costs what it costs: /tmp may be memory."""
+        assert program.parse([]).directory == Path("/var/tmp")
+        assert program.parse(["--directory", str(open_dir)]).directory == open_dir
+        assert machine.describe(Path("/proc"))["files"] == "on proc (/proc)"
+        with contextlib.closing(servers.Servers(open_dir)) as ours:
+            assert ours.postgres.data.is_relative_to(open_dir)
+            with ours.postgres.connect() as conn:
+                assert conn.execute("show data_directory").fetchone() == (str(ours.postgres.data),)
 
     def test_one_that_fails_is_no_others_trouble(self) -> None:
         class Runner:

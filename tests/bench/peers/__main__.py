@@ -29,7 +29,8 @@ from typing import Any
 import psycopg
 from rich.console import Console
 
-from aqd.errors import AqdError
+from aqd.bench.database import place
+from aqd.errors import AqdError, ConfigError
 from tests.bench.peers import machine, report
 from tests.bench.peers.figures import Result
 from tests.bench.peers.packages import Cache, Unavailable, default_cache
@@ -56,12 +57,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency-jobs", type=_positive, default=LATENCY_JOBS, help=f"({LATENCY_JOBS})")
     parser.add_argument("--slots", type=_positive, default=4, help="aqd's (4)")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where packages are installed")
+    parser.add_argument("--directory", type=Path, help="where PostgreSQL's files are meanwhile (/var/tmp)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
     parser.add_argument("--list", action="store_true", help="show the systems and leave")
     options = parser.parse_args(arguments)
     try:
         options.systems = choose(systems(options.slots), options.only)
-    except ValueError as error:
+        options.directory = place(options.directory)
+    except (ValueError, ConfigError) as error:
         parser.error(str(error))
     return options
 
@@ -89,10 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)
     processes.become_subreaper()
     cache = Cache(options.cache.expanduser().absolute(), say=lambda text: console.print(f"[dim]{text}"))
-    servers = Servers()
+    servers = Servers(options.directory)
     results = {each.name: Result() for each in options.systems}
     runner = Runner(servers, cache)
-    about: dict[str, Any] = {"machine": machine.describe()}
+    about: dict[str, Any] = {"machine": machine.describe(options.directory)}
     status = 0
     try:
         if any(each.family.backend == "postgres" for each in options.systems):

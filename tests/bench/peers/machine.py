@@ -8,18 +8,20 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from aqd.bench.machine import filesystem
 from tests.fixtures import processes
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def describe() -> dict[str, str]:
-    """For the head of a report."""
+def describe(base: Path) -> dict[str, str]:
+    """For the head of a report; PostgreSQL's files are below ``base``, whose file system decides what a commit costs."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "processors": f"{len(os.sched_getaffinity(0))} × {_processor()}",
         "memory": f"{memory:.1f} GiB",
         "kernel": platform.release(),
+        "files": f"on {filesystem(base)} ({base})",
         "load": f"{os.getloadavg()[0]:.2f} before",
         "python": platform.python_version(),
     }

@@ -18,7 +18,7 @@ from typing import Protocol
 import psycopg
 
 from aqd.binaries import find_binaries, spawn
-from tests.fixtures.postgres import LocalPostgres, free_port
+from tests.fixtures.postgres import LocalPostgres, free_port, remove_leftovers
 from tests.fixtures.processes import wait_until
 
 # LocalPostgres is for tests and turns fsync off; jit and the rest stay as PostgreSQL has them.
@@ -104,9 +104,10 @@ def redis(address: tuple[str, int], line: str) -> int:
 
 
 class Servers:
-    """Both servers, each started when it is first asked for."""
+    """Both servers, each started when it is first asked for. PostgreSQL's files are below ``base``."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: Path) -> None:
+        self._base = base
         self._postgres: LocalPostgres | None = None
         self._closing = contextlib.ExitStack()
         self._redis: tuple[int, int] | None = None  # port, pid
@@ -114,7 +115,8 @@ class Servers:
     @property
     def postgres(self) -> LocalPostgres:
         if self._postgres is None:
-            self._postgres = LocalPostgres(find_binaries(), POSTGRES_OPTIONS)
+            remove_leftovers(self._base)
+            self._postgres = LocalPostgres(find_binaries(), POSTGRES_OPTIONS, self._base)
             self._closing.callback(self._postgres.close)
         return self._postgres
 
