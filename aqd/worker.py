@@ -221,6 +221,7 @@ class Worker:
                 if os.getppid() != self.master_pid:
                     return Exit.ORPHANED
                 continue
+            self._check_channel()  # a job may have closed it and opened something else, all of it at once
             try:
                 data, fds = channel.receive(self.channel)
             except channel.ChannelClosed:

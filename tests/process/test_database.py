@@ -142,6 +142,7 @@ def test_a_commit_whose_answer_is_lost_is_found_again(proxied, start_daemon, job
 def test_a_claim_whose_answer_is_lost_is_returned_with_its_attempt(proxied, start_daemon, jobs, side):
     daemon = start_daemon({"daemon": {"lease_s": 60.0, "renew_s": 9.0}}, database=proxied.url)
     jobs.wait(jobs.add())
+    jobs.add(delay_s=3600)  # a node that knows of no job at all looks without a claim
     blocked = """select from pg_stat_activity
         where datname = current_database() and application_name like 'aqd claimer%'
               and wait_event_type = 'Lock'"""
