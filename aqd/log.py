@@ -438,6 +438,12 @@ def route_stdlib() -> None:
         def createLock(self) -> None:
             self.lock = None
 
+        def handle(self, record: logging.LogRecord) -> bool:
+            # Since Python 3.13 the inherited one enters the lock without asking whether there is one.
+            if passed := self.filter(record):
+                self.emit(passed if isinstance(passed, logging.LogRecord) else record)  # a record since 3.12
+            return bool(passed)
+
         def emit(self, record: logging.LogRecord) -> None:
             _from_record(record)
 

@@ -270,7 +270,8 @@ def test_signals_before_the_master_is_up() -> None:
         from aqd.cli import command
         def run(args):
             print("importing", flush=True)
-            time.sleep(60)
+            while True:  # a signal may come just before a single sleep, and be seen after it
+                time.sleep(0.05)
         command.run = run
         cli.main(["run"])
     """
