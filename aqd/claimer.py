@@ -12,13 +12,16 @@ without a notification.
 While jobs come one by one it stays announced: each notification means one claim, and nothing else is said to the
 database. A backlog makes it strike itself off, so that enqueuers do not notify any more: transactions that do
 commit one after the other. That strikes off all nodes, which is told to them, and those that still sleep announce it
-anew. When more than :data:`BRISK` jobs come in a second it is not announced at all: naps of :data:`NAP_S` are shorter
+anew. Whoever is awake for a while and hears notifications all the same strikes too, at most every :data:`STRIKE_S`: they
+are for nobody, or for one who will announce himself again. When more than :data:`BRISK` jobs come in a second it is not announced at all: naps of :data:`NAP_S` are shorter
 than what notifications would then cost everybody. (16 writers beside a busy daemon: 0.15 of what they do without it.)
 
 Fails: a claim whose answer came later than :data:`STALE_S` is not used but given back, because the
 reconciliation may have released it by then. Everything else is the session's affair.
 """
 
+import contextlib
+import math
 import os
 import random
 import select
@@ -51,6 +54,7 @@ BRISK = 150
 NAP_S = 0.005
 # After a notification whose job was found: another one may have been the first of its lane.
 SECOND_LOOK_S = 0.1
+STRIKE_S = 1.0
 # After an error that is no lost connection: disk full, a right taken away.
 REFUSED_PAUSE_S = 1.0
 
@@ -95,9 +99,12 @@ class Claimer(threading.Thread):
         self._listening = False
         self._asleep = False  # announced
         self._struck = False  # another node has struck off all that were
+        self._called = False  # a notification has come since the last step
+        self._strike_from = 0.0
         self._dry = False  # what was due is claimed, but for what has come since
-        self._second_look = False
+        self._asked: frozenset[str] = frozenset()  # the pools for which that is known
         self._look_at = 0.0
+        self._second_look_at = math.inf
         self._settled_before = 0
         self._brisk, self._arrivals, self._counted_from = False, 0, 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -152,6 +159,9 @@ class Claimer(threading.Thread):
             if pause_s:
                 self._asleep = False
                 self._pause(pause_s)
+        if self.sleeper.announced and self.session.connection is not None:
+            with contextlib.suppress(Exception):  # not for longer than a claim under way, see stop()
+                self._strike()
         self.session.close()
         self._ended.set()
 
@@ -166,21 +176,25 @@ class Claimer(threading.Thread):
 
     def _step(self) -> None:
         """One look for jobs, or one sleep."""
-        self.book.set_types(self._types)
+        types = self._types
+        if types != self.book.types:
+            self.book.set_types(types)
+            self._dry = False
         while self._lowered:
             self.book.lower(*self._lowered.pop())
             self._dry = False
         self._arrived(0)
-        if self._asleep and self._brisk and self._notified:
+        called, self._called = self._called, False
+        if called and self._awake_for_a_while() and boottime() >= self._strike_from:
             self._strike()
         wanted = self.wanted
-        if wanted.total <= 0 or not self._types:
+        if wanted.total <= 0 or not types:
             if self.session.connection is None:
                 self.session.run(lambda _: None)  # says whether the database is there
             self._wait(_NO_JOBS_S if self.session.connection else 1.0)
             return
         if self._asleep and self._dry and not self._news() and not self._due():
-            self._wait(self._look_at - boottime())
+            self._wait(min(self._look_at, self._second_look_at) - boottime())
             return
         if self._struck:
             self._asleep = self._struck = False
@@ -189,18 +203,23 @@ class Claimer(threading.Thread):
         else:
             self._work(wanted)
 
+    def _awake_for_a_while(self) -> bool:
+        """Whether a notification tells nothing: there is a backlog, or we look every few milliseconds."""
+        return self._brisk or not (self._asleep or self._dry)
+
     def _news(self) -> bool:
-        """Whether something may be there now that the last claim did not see."""
+        """Whether something may be there now that the last claim did not see, or did not ask for."""
         return bool(
             self._notified
             or self._struck
             or self._lowered
             or self._types != self.book.types
             or (self.book.held_back and self.settled != self._settled_before)
+            or not self.wanted.pools <= self._asked
         )
 
     def _due(self) -> bool:
-        return boottime() >= self._look_at
+        return boottime() >= min(self._look_at, self._second_look_at)
 
     def _work(self, wanted: Wish) -> None:
         """While there is a backlog: claim after claim; the first that finds nothing leads to sleep."""
@@ -214,34 +233,39 @@ class Claimer(threading.Thread):
         if self.config.database.notify:
             # Announced only after a look that found nothing, and then looked again: see the header.
             self.session.run(self.sleeper.announce)
-            if self._claim(wanted) or not self._no_writers(wanted):
-                return
+            if not self._nothing_written(wanted):
+                return  # Announced and awake: who hears a notification in vain will strike.
         self._asleep = True
         self._plan_look()
 
     def _look(self, wanted: Wish) -> None:
         """Announced: by a notification, or because it is time."""
-        notified, second = self._notified, self._second_look
-        self._second_look = False
-        if not notified and self._dry and not self._news():
-            if second and not self.session.run(self.book.new_lanes):
+        quiet = self._dry and not self._news()
+        second, fresh = boottime() >= self._second_look_at, False
+        if second:  # also where notifications never cease: the claims that follow them see known lanes only
+            self._second_look_at = math.inf
+            fresh = self.session.run(self.book.new_lanes)
+        if quiet:
+            if second and not fresh:
                 self._plan_look()
                 return
             if self.session.run(self.book.nothing_queued):
-                self._look_at = boottime() + self._poll_s()
+                self._look_at, self._second_look_at = boottime() + self._poll_s(), math.inf
                 return
         found = self._claim(wanted)
         if not found:
             self._plan_look()
         elif self._dry:
-            self._second_look = True
-            self._look_at = boottime() + SECOND_LOOK_S
-        else:
+            self._second_look_at = min(self._second_look_at, boottime() + SECOND_LOOK_S)
+        elif self.sleeper.announced:
             self._strike()
+        else:
+            self._asleep = False
 
     def _strike(self) -> None:
         """After the claim, not before: it waits for a commit."""
         self._asleep = False
+        self._strike_from = boottime() + STRIKE_S
         if self.config.database.notify:
             self.session.run(self.sleeper.woken, self._node_id)
 
@@ -259,6 +283,7 @@ class Claimer(threading.Thread):
         asked_ns = boottime_ns()
         self._notified = False
         self._settled_before = self.settled
+        self._asked = wanted.pools
 
         def claim_jobs(conn: Connection) -> list[ClaimedJob]:
             # Asked once more on the connection: it may have taken a while to make it.
@@ -275,19 +300,20 @@ class Claimer(threading.Thread):
         self._deliver(jobs, asked_ns)
         return True
 
-    def _no_writers(self, wanted: Wish) -> bool:
-        """Whether nothing was written meanwhile by transactions that notify nobody; False: something has come up."""
+    def _nothing_written(self, wanted: Wish) -> bool:
+        """Whether transactions that notify nobody have written nothing; False: something has come up. Who writes is
+        asked before each claim: it sees what those have written that are gone by then."""
         writers = self.session.run(self.sleeper.pending_writers)
         looks = 0
-        while writers:
+        while not self._claim(wanted):
+            if not writers:
+                return True
             if self.stopping or self._news():
                 return False
             self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
             looks += 1
-            if self._claim(wanted):
-                return False
             writers &= self.session.run(self.sleeper.pending_writers)
-        return True
+        return False
 
     def _poll_s(self) -> float:
         return self.config.daemon.poll_ms / 1000 * random.uniform(0.9, 1.1)
@@ -297,7 +323,7 @@ class Claimer(threading.Thread):
         due_s = self.session.run(self.book.next_due_s)
         # What the last look could not see is looked for as soon as that is allowed.
         until = [self._poll_s(), *(max(s, 0.001) for s in (due_s, self.book.blind_s()) if s is not None)]
-        self._look_at = boottime() + min(until)
+        self._look_at, self._second_look_at = boottime() + min(until), math.inf
 
     def _wait(self, seconds: float) -> None:
         """Until the main thread's wish, a notification, or the time is over."""
@@ -334,9 +360,11 @@ class Claimer(threading.Thread):
     def _heard(self, channel: str, payload: str) -> None:
         if channel == CHANNEL:
             if not payload:
-                self._notified = True
+                self._notified = self._called = True
                 self._arrived(1)
             elif payload != self._node_id:
                 self._struck = True
+                self._strike_from = boottime() + STRIKE_S  # what we still hear was sent before
+                self.sleeper.struck()
         elif payload == self._node_id:
             self._cancelled()

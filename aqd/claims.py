@@ -405,26 +405,33 @@ class Sleeper:
        it is either still seen as a writer, or what it wrote is seen by the claim that follows.
     3. While any of the writers seen first is still there: wait a little, and do 2 again. Sleep only
        after a claim that came *after* the last of them was gone.
-    4. ``woken`` only if a NOTIFY came: it woke every announced sleeper, so all of them may be struck off. They are
-       told so by a notification with the node's id, after which those that sleep on begin with 1 again.
+    4. ``woken`` by a node that will be awake for a while: it strikes off all that have announced sleep, itself, others,
+       and nodes that are gone. They are told so by a notification with the node's id (``struck``), after which
+       those that sleep on begin with 1 again.
 
-    A race makes surplus notifications; polling bounds what is lost otherwise (a crash, a pooler).
+    A race makes surplus notifications, until somebody whom they disturb strikes once more. Polling bounds what is
+    lost otherwise: by a crash, a pooler, or where the striking session dies between setval and commit, because then those
+    that are struck off are not told.
 
     The connection must LISTEN on :data:`CHANNEL` before the first ``announce``.
     """
 
     def __init__(self) -> None:
-        self._number: int | None = None
+        self.announced = False  # and not struck off since, as far as this node knows
 
     def announce(self, conn: Connection) -> None:
         """Tell enqueuers that this node is about to sleep."""
-        self._number = run(conn, "announce_sleep")[0][0]
+        self.announced = True  # also if the answer is lost
+        run(conn, "announce_sleep")
 
     def woken(self, conn: Connection, node_id: str) -> None:
-        """A NOTIFY woke this node, and it will be awake for a while."""
-        if self._number is not None:
-            run(conn, "note_wake", sleep=self._number, node_id=node_id)
-            self._number = None
+        """This node will be awake for a while: nobody needs to be notified, but who announces sleep anew."""
+        run(conn, "note_wake", node_id=node_id)
+        self.announced = False
+
+    def struck(self) -> None:
+        """Another node has struck off all."""
+        self.announced = False
 
     def pending_writers(self, conn: Connection) -> set[str]:
         """Transactions that may hold jobs not yet visible. Ask before the claim, see the class."""

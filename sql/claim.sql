@@ -160,11 +160,14 @@ cross join lateral (
 select nextval('aqd.sleeps')
 
 -- name: note_wake :exec
--- Only after a NOTIFY, which woke everybody else too: whoever announced sleep up to this number is struck off, and
--- told so, because he may sleep on. A hint may be lost in a crash, so nobody waits for the disk.
+-- Strikes off whoever has announced sleep, also nodes that are gone, and tells so those who sleep on. By what aqd.sleeps
+-- says now, not by the node's own number: of two nodes the later one would set wakes back, and a successor that has
+-- announced nothing could not strike off its predecessor. A hint may be lost in a crash, so nobody waits for the disk.
 -- Index: none.
-select set_config('synchronous_commit', 'off', true), setval('aqd.wakes', :sleep::bigint),
+select set_config('synchronous_commit', 'off', true),
+       setval('aqd.wakes', greatest(sleeps.last_value, wakes.last_value)),
        pg_notify('aqd_jobs', :node_id::text)
+from aqd.sleeps as sleeps, aqd.wakes as wakes
 
 -- name: pending_writers :many
 -- Transactions that may have inserted jobs which nobody can see yet. The lock is the one that INSERT

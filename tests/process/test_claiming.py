@@ -156,7 +156,9 @@ def test_long_jobs_are_not_claimed_ahead(start_daemon, jobs, side, tmp_path):
     start_daemon(name="b")
     wait_until(lambda: len(side.events("start")) == 5)
     # When they were as old as the first one became, a slot seemed about to be free: what was claimed for it is given back.
-    wait_until(lambda: len(jobs.conn.execute("select from aqd.jobs where state = 'PROCESSING'").fetchall()) == 4)
+    wait_until(
+        lambda: len(jobs.conn.execute("select from aqd.jobs where state = 'PROCESSING'").fetchall()) == 4
+    )
     gate.touch()
     assert jobs.wait_all(ids) == {"COMPLETED": 6}
     assert first.status()["state"] == "running"
@@ -220,7 +222,9 @@ def test_jobs_of_a_transaction_that_was_open_when_the_node_fell_asleep(start_dae
     wait_asleep(jobs)
     known = jobs.conn.execute("select last_value as n from aqd.sleeps").fetchone()["n"]
     jobs.add_many(3, [{"sleep": 0.5}])  # a backlog: the node strikes itself off
-    wait_until(lambda: jobs.conn.execute("select last_value >= %s as s from aqd.wakes", [known]).fetchone()["s"])
+    wait_until(
+        lambda: jobs.conn.execute("select last_value >= %s as s from aqd.wakes", [known]).fetchone()["s"]
+    )
     with jobs.conn.transaction():
         first = jobs.add()
         wait_asleep(jobs, known)
@@ -254,6 +258,19 @@ def test_a_busy_node_that_strikes_itself_off_takes_no_notifications_from_the_oth
     wait_until(lambda: jobs.conn.execute(struck, [known]).fetchone()["s"])
     time.sleep(2.0)  # what was notified before has been looked for, also behind floors
     assert delay_s(jobs.wait(jobs.add())) < 5.0
+
+
+def test_a_slot_that_comes_free_beside_reserved_ones_is_filled_at_once(start_daemon, jobs):
+    """The claim before asked for jobs of the reserved slot's queue only, and found none."""
+    start_daemon({"daemon": {"poll_ms": 60_000, "slots": 3, "reserved": {"mine": 1}}})
+    wait_asleep(jobs)
+    ids = jobs.add_many(20, [{"sleep": 0.3}])
+    assert jobs.wait_all(ids) == {"COMPLETED": 20}
+    row = jobs.conn.execute(
+        "select extract(epoch from max(claimed_at) - min(claimed_at)) as s from aqd.all_jobs where id = any(%s)",
+        [ids],
+    ).fetchone()
+    assert row["s"] < 6.0  # two at a time: 2.7 s
 
 
 def test_without_notifications_polling_finds_the_jobs(start_daemon, jobs):

@@ -39,8 +39,21 @@ def test_writer_in_another_database_is_nobody(connect: Connect, queue: Queue, pg
         pg.drop_database(name)
 
 
-def test_woken_without_having_announced_is_harmless(connect: Connect) -> None:
-    claims.Sleeper().woken(connect(), "me")
+def test_woken_strikes_off_all_in_whichever_order(connect: Connect, queue: Queue) -> None:
+    """Also those that are gone, and by one that has announced nothing."""
+    conn, announced = connect(), "select s.last_value - w.last_value from aqd.sleeps s, aqd.wakes w"
+    first, second, gone = claims.Sleeper(), claims.Sleeper(), claims.Sleeper()
+    for sleeper in (first, second, gone):
+        sleeper.announce(conn)
+    assert queue.value(announced) == 3
+    second.woken(conn, "second")
+    assert queue.value(announced) == 0
+    first.woken(conn, "first")
+    assert queue.value(announced) == 0, "the older number sets wakes back"
+    gone.announce(conn)
+    assert queue.value(announced) == 1
+    claims.Sleeper().woken(conn, "third")
+    assert queue.value(announced) == 0
 
 
 def test_no_wakeup_is_lost_among_several_nodes(connect: Connect, queue: Queue) -> None:
