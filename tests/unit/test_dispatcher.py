@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from aqd import channel, messages, pace, process
-from aqd.claims import ClaimedJob
+from aqd.claims import ClaimedJob, Wish
 from aqd.config import Config
 from aqd.dispatcher import Dispatcher
 from aqd.journal import Writer
@@ -145,3 +145,16 @@ def test_a_worker_whose_journal_is_spoiled_is_fenced_until_that_meets_it(
         page.end(number)
     assert set(fences) == {0, 1}
     assert desk.dispatcher._serving() == []
+
+
+def test_the_claimer_is_woken_when_any_pool_wants_more(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With reserved slots the sum may stay the same, or fall."""
+    woken: list[Wish] = []
+    claimer = desk.dispatcher.claimer
+    monkeypatch.setattr(claimer, "wake", lambda: woken.append(claimer.wanted))
+    less, more, fewer = Wish({"mine": 3, "": 0}), Wish({"mine": 1, "": 1}), Wish({"mine": 0, "": 1})
+    for wish in (less, more, fewer):
+        monkeypatch.setattr(desk.dispatcher.stock, "demand", lambda _links, wish=wish: wish)
+        desk.dispatcher._claim([])
+        assert claimer.wanted == wish
+    assert woken == [less, more]
