@@ -233,12 +233,6 @@ class Page:
         words = self._words
         first = words[8]
         place = first % ENTRIES
-        if len(rows) == 1:  # without an array 0.5 µs instead of 2
-            start = _TABLE + place * _WORDS_PER_ENTRY
-            for offset, word in enumerate(rows[0], start):
-                words[offset] = word
-            words[8] = first + 1
-            return first
         before_end = ENTRIES - place
         for at, part in ((place, rows[:before_end]), (0, rows[before_end:])):
             if part:

@@ -39,8 +39,8 @@ logger = log.get_logger("recorder")
 
 # A batch has at most so many, or a little more. Larger ones cost the others in the queue more than they save.
 BATCH_MAX = 1000
-# After a batch of many the next one is waited for until it has become as large, but for so long at most: 500 outcomes
-# in one statement take 4 µs less each than in statements of 100.
+# After a batch of many the next one is waited for until it has become as large, but for so long at most: in
+# statements of 500 a job (claim and record) takes 17 µs of PostgreSQL's time and 2.8 of ours, in ones of 100 22 and 5.
 MANY = 50
 LINGER_S = 0.01
 # Of results in one statement. PostgreSQL takes no message of 1 GiB.
