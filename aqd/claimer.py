@@ -12,9 +12,10 @@ without a notification.
 While jobs come one by one it stays announced: each notification means one claim, and nothing else is said to the
 database. A backlog makes it strike itself off, so that enqueuers do not notify any more: transactions that do
 commit one after the other. That strikes off all nodes, which is told to them, and those that still sleep announce it
-anew. Whoever is awake for a while and hears notifications all the same strikes too, at most every :data:`STRIKE_S`: they
-are for nobody, or for one who will announce himself again. When more than :data:`BRISK` jobs come in a second it is not announced at all: naps of :data:`NAP_S` are shorter
-than what notifications would then cost everybody. (16 writers beside a busy daemon: 0.15 of what they do without it.)
+anew. Whoever is awake for a while and hears notifications all the same strikes too, at most every
+:data:`STRIKE_S`: they are for nobody, or for one who will announce himself again. When more than :data:`BRISK` jobs
+come in a second it is not announced at all: naps of :data:`NAP_S` are shorter than what notifications would then cost
+everybody. (16 writers beside a busy daemon: 0.15 of a bare INSERT's rate with them, 0.78 without.)
 
 Fails: a claim whose answer came later than :data:`STALE_S` is not used but given back, because the
 reconciliation may have released it by then. Everything else is the session's affair.

@@ -191,9 +191,8 @@ class Dispatcher:
         for link in self.links.values():
             if link.has_news:  # not told of yet, or by a bell that had no room
                 self._outcomes(link, link.read_journal())
-            if (
-                link.journal.broken and link.exited is None
-            ):  # a fence misses a worker that has gone on meanwhile
+            # Again and again: a fence misses a worker that has gone on to another entry meanwhile.
+            if link.journal.broken and link.exited is None:
                 self.master.send(messages.Fence(link.incarnation, link.page.current()))
         if self.claimer.stopping and not self.claimer.quiet and now >= self.claimer.stop_until:
             self.claimer.session.cut()  # what it may have claimed ends with its lease

@@ -29,7 +29,7 @@ def waits(pid: int) -> int:
 def resting(start_daemon, jobs):
     daemon = start_daemon({"daemon": {"slots": SLOTS}})
     jobs.wait(jobs.add())
-    time.sleep(pace.AWAKE_S + 1.0)
+    time.sleep(pace.AWAKE_S + 1.0)  # rest is what begins after that time
     return daemon
 
 
@@ -82,7 +82,7 @@ def test_at_rest_few_statements_are_sent(start_daemon, jobs):
     second, and it does more."""
     usual = {"daemon": {"poll_ms": 1000}, "keeper": {"rescue_s": 1.0, "node_ttl_s": 30.0, "figures_s": 10.0}}
     start_daemon(usual)
-    time.sleep(3.0)
+    time.sleep(pace.AWAKE_S + 1.0)  # rest is what begins after that time
     transactions = "select xact_commit + xact_rollback as number from pg_stat_database where datname = current_database()"
     before, began = jobs.conn.execute(transactions).fetchone()["number"], time.monotonic()
     time.sleep(12.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue as queues
-import threading
 import time
 
 import msgspec
@@ -14,6 +13,7 @@ from aqd.config import Config, Database
 from aqd.links import Held
 from aqd.process import boottime_ns
 from aqd.recorder import BATCH_MAX, Completed, Reconciled, Recorder, Renewal, Renewed, Settled, Told
+from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book
 
@@ -119,9 +119,7 @@ def test_what_is_refused_again_and_again_never_becomes_a_larger_statement(
         desk.recorder.start()
         for number, first in enumerate(range(0, len(work), 200)):
             desk.recorder.put(*work[first : first + 200])
-            until = time.monotonic() + 10
-            while len(desk.sizes) <= number and time.monotonic() < until:
-                threading.Event().wait(0.01)
+            wait_until(lambda number=number: len(desk.sizes) > number)
         assert max(desk.sizes) < BATCH_MAX
     desk.settle(len(work))
     assert queue.value("select count(*) from aqd.job_history") == len(work)
