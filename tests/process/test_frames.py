@@ -101,9 +101,11 @@ def test_a_job_that_closes_the_workers_descriptors_among_others() -> None:
     assert found[2] == 5
 
 
-def test_system_calls_of_a_job(tmp_path: Path) -> None:
+def test_system_calls_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of every job: what is looked at every few milliseconds would count the speed of the machine."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
+    monkeypatch.setenv("AQD_TEST_SETTLE_MS", "1000000")
 
     def calls(frames: int) -> int:
         trace = tmp_path / f"{frames}"
