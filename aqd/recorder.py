@@ -264,10 +264,13 @@ class Recorder(threading.Thread):
             if isinstance(work, Renewal):
                 self.renewal_waits = False
                 self._renew(work)
-        for part in _by_size([w for w in batch if isinstance(w, Completed)]):
-            self._persist(part, self._record_completed)
-        self._persist([w for w in batch if isinstance(w, Failed)], self._record_failed)
-        self._persist([w for w in batch if isinstance(w, Released)], self._release)
+        for completed in _each_once([w for w in batch if isinstance(w, Completed)]):
+            for part in _by_size(completed):
+                self._persist(part, self._record_completed)
+        for failed in _each_once([w for w in batch if isinstance(w, Failed)]):
+            self._persist(failed, self._record_failed)
+        for released in _each_once([w for w in batch if isinstance(w, Released)]):
+            self._persist(released, self._release)
         for work in batch:
             if isinstance(work, Reconciliation):
                 self.reconciliation_waits = False
@@ -520,6 +523,21 @@ class Recorder(threading.Thread):
 
 def _release_name(item: object) -> str:
     return "interrupted" if isinstance(item, Released) and item.interrupted else "released"
+
+
+def _each_once(items: list[Outcome]) -> Iterator[list[Outcome]]:
+    """In parts in which no job stands twice: what a statement answers is by id, and where a late owner and the real one
+    stand in the same batch that would be true of one of them only."""
+    if len({item.id for item in items}) == len(items):  # nearly always
+        yield items
+        return
+    parts: list[dict[int, Outcome]] = []
+    for item in items:
+        free = next((part for part in parts if item.id not in part), None)
+        if free is None:
+            parts.append(free := {})
+        free[item.id] = item
+    yield from (list(part.values()) for part in parts)
 
 
 def _by_size(items: list[Completed]) -> Iterator[list[Completed]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue as queues
 import time
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,7 +13,18 @@ from aqd import messages
 from aqd.config import Config, Database
 from aqd.links import Held
 from aqd.process import boottime_ns
-from aqd.recorder import BATCH_MAX, Completed, Reconciled, Recorder, Renewal, Renewed, Settled, Told
+from aqd.recorder import (
+    BATCH_MAX,
+    Completed,
+    Failed,
+    Reconciled,
+    Recorder,
+    Released,
+    Renewal,
+    Renewed,
+    Settled,
+    Told,
+)
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book
@@ -34,6 +46,7 @@ class Desk:
 
         self.recorder._record_completed = noted  # type: ignore[method-assign, assignment]
         self.settled = 0
+        self.counts: Counter[str] = Counter()
 
     def renewed_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -56,6 +69,7 @@ class Desk:
             said = self.said.get(timeout=max(until - time.monotonic(), 0.001))
             if isinstance(said, Settled):
                 self.settled += len(said.keys)
+                self.counts.update(said.counts)
 
 
 @pytest.fixture
@@ -123,3 +137,37 @@ def test_what_is_refused_again_and_again_never_becomes_a_larger_statement(
         assert max(desk.sizes) < BATCH_MAX
     desk.settle(len(work))
     assert queue.value("select count(*) from aqd.job_history") == len(work)
+
+
+def failed(key: tuple[int, int], done: Completed, token: int) -> Failed:
+    return Failed(
+        key, done.id, token, 1, "noop", 1, "failed", "boom", None, boottime_ns(), crashes=0, about=done.about
+    )
+
+
+def given_back(key: tuple[int, int], done: Completed, token: int) -> Released:
+    return Released(key, done.id, token, True, "drain", boottime_ns(), about=done.about)
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+@pytest.mark.parametrize("kind", ["completed", "failed", "interrupted"])
+def test_of_two_owners_of_a_job_in_one_batch_one_is_counted(
+    told: Desk, queue: Queue, connect: Connect, kind: str, late_first: bool
+) -> None:
+    """This node has lost the lease and claimed the job again, and both attempts end together."""
+    done, other = claimed(queue, connect, 2)
+    pair: list[Completed | Failed | Released] = []
+    for number, token in enumerate((done.held.token, done.held.token ^ 1), start=10):
+        key = (1, number)
+        if kind == "completed":
+            held = Held(done.id, token, 1, boottime_ns() + 10**12, done.held.job)
+            pair.append(Completed(key, held, done.done))
+        else:
+            pair.append((failed if kind == "failed" else given_back)(key, done, token))
+    told.recorder.put(other, *(pair[::-1] if late_first else pair))
+    told.recorder.start()
+    told.settle(3)
+    once = Counter(["completed", kind])
+    assert told.counts == once + Counter(["lost"])
+    cells = [cell for cell in told.recorder.figures.cells() if cell.metric == "attempts"]
+    assert {cell.labels[2]: cell.count for cell in cells} == once
