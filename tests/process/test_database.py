@@ -124,7 +124,8 @@ def test_an_outage_longer_than_the_lease_gives_the_job_to_another_node(
 def test_a_commit_whose_answer_is_lost_is_found_again(proxied, start_daemon, jobs, side, gate, outcome):
     daemon = start_daemon(config(lease_s=30.0, renew_s=9.0, slots=1), database=proxied.url)
     last = {"return": "kept"} if outcome == "completed" else {"raise": "kept"}
-    jobs.wait(jobs.add())  # the recorder is connected: the lost answer is that of the record, not of the greeting
+    # The recorder is connected: the lost answer is that of the record, not of the greeting.
+    jobs.wait(jobs.add())
     before = daemon.status()["counters"].get(outcome, 0)
     job = jobs.add([{"wait_file": str(gate)}, last], max_attempts=1)
     side.wait_start(job)
