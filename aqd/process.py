@@ -9,6 +9,7 @@ Sources: prctl(2), waitid(2), posix_spawn(3), signal(7), PR_SET_CHILD_SUBREAPER(
 import contextlib
 import ctypes
 import fcntl
+import mmap
 import os
 import resource
 import signal
@@ -33,6 +34,18 @@ DUMP_SIGNAL = signal.SIGRTMIN + 10
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _BLOCK = 512  # what st_blocks counts in, whatever the file system's blocks are
 _PAGE = 4096
+_MADV_WIPEONFORK = 18
+
+
+def own_memory() -> mmap.mmap:
+    """Memory that begins with 1 in this process, and with 0 in whatever is forked from it, by C code too.
+
+    To ask for one's pid and compare is a system call, 0.2 µs instead of 0.04. (MADV_WIPEONFORK, madvise(2).)
+    """
+    memory = mmap.mmap(-1, _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(_MADV_WIPEONFORK)
+    memory[0] = 1
+    return memory
 
 
 def boottime_ns() -> int:

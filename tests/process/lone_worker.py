@@ -3,7 +3,7 @@
 Reads from its arguments the code of the jobs of one frame, and how many such frames are to be sent. A job's result is
 what its code leaves in ``result``. Writes a JSON array with the outcomes of the last frame: result, or error.
 With ``AQD_TEST_BRIEF`` every job counts as brief and every frame as short, however slow a tracer makes them; with
-``AQD_TEST_PAUSE_S`` there is such a pause between frames; ``AQD_TEST_SETTLE_MS`` is how often everything is looked at.
+``AQD_TEST_LIGHT`` as too short to have begun a process, too; with ``AQD_TEST_PAUSE_S`` there is such a pause between frames; ``AQD_TEST_SETTLE_MS`` is how often everything is looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from aqd import channel, journal, messages, process, worker
+from aqd import channel, costs, journal, messages, process, worker
 from aqd.config import Config
 from aqd.hookspecs import HandlerInfo
 from aqd.page import Page
@@ -44,6 +44,8 @@ def main(codes: list[str | None], frames: int) -> list[Any]:
     compiled.update((code, compile(code, "job", "exec")) for code in codes if code is not None)
     if "AQD_TEST_BRIEF" in os.environ:
         worker.BRIEF_NS = worker.ANNOUNCE_NS = 10**15
+    if "AQD_TEST_LIGHT" in os.environ:
+        worker.LIGHT_NS = costs.SAMPLE_NS = 10**15
     worker.SETTLE_MS = int(os.environ.get("AQD_TEST_SETTLE_MS", worker.SETTLE_MS))
     pause_s = float(os.environ.get("AQD_TEST_PAUSE_S", "0"))
     fd = Page.create(0, 1, 1)

@@ -1,6 +1,7 @@
-"""The one hard kill: what was looked at is what is killed, or nothing is."""
+"""The one hard kill: what was looked at is what is killed, or nothing is; and who is a fork of whom."""
 
 import contextlib
+import ctypes
 import mmap
 import os
 import signal
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from aqd.process import while_stopped
+from aqd.process import own_memory, while_stopped
 from tests.fixtures import processes
 from tests.fixtures.processes import wait_until
 
@@ -100,3 +101,12 @@ def test_a_look_that_fails_lets_it_go_on(child: Child) -> None:
     with pytest.raises(ZeroDivisionError):
         while_stopped(child.pid, lambda: 1 // 0 > 0)
     child.wait_job()
+
+
+def test_own_memory_says_who_was_forked_by_c_code() -> None:
+    memory = own_memory()
+    pid = ctypes.PyDLL(None).fork()
+    if not pid:
+        os._exit(memory[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert memory[0] == 1
