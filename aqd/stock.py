@@ -17,7 +17,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from aqd import messages
-from aqd.assign import LEAD_NS, Budget, Estimates
+from aqd.assign import ALONE_NS, LEAD_NS, Budget, Estimates
 from aqd.channel import ChannelClosed
 from aqd.claims import NOTHING, ClaimedJob, Wish
 from aqd.config import Config
@@ -76,7 +76,7 @@ class Stock:
         self.config = config
         self.handlers: dict[str, HandlerInfo] = {}
         self._rules: dict[str, _Rules] = {}
-        self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or 1)
+        self.estimates = Estimates(int(config.daemon.frame_ms * 1e6) or ALONE_NS)
         self.budget = Budget(int(config.daemon.frame_ms * 1e6))
         self._release, self._recall, self._tell = release, recall, tell
         self.shares = Shares(config.daemon.reserved)
@@ -219,9 +219,15 @@ class Stock:
         fresh_ns = now_ns + int(self.config.daemon.kill_grace_s * 1e9)
         if self._single.jobs:
             self._give_single(links, fresh_ns)
+        while self._give_round(links, now_ns, fresh_ns) and not self.budget.frame_ns:
+            pass
+
+    def _give_round(self, links: Collection[Link], now_ns: int, fresh_ns: int) -> bool:
+        """A frame for each worker that may have one; whether any had."""
+        given = False
         for link in sorted(links, key=lambda item: item.load_ns):
             if not any(row.jobs for row in self._ready.values()):
-                return
+                return False
             self._order_in_time(link)
             room = self._room(link)
             if link.exhausted or link.recalling or room < 1:
@@ -243,6 +249,8 @@ class Stock:
                 row.given_at = boottime()
                 self._send(link, jobs)
                 self._order_in_time(link)
+                given = True
+        return given
 
     def _row_for(self, link: Link, links: Collection[Link]) -> _Row | None:
         """Which row this worker is served from: that of the pool it is on; an idle one's is the first that wants a

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aqd.assign import CLAIM_MAX, FRAME_BYTES_MAX, FRAME_JOBS_MAX, SMALLEST_NS, Budget, Estimates
+from aqd.assign import (
+    ALONE_MAX,
+    ALONE_NS,
+    CLAIM_MAX,
+    FRAME_BYTES_MAX,
+    FRAME_JOBS_MAX,
+    SMALLEST_NS,
+    Budget,
+    Estimates,
+)
 
 MS = 1_000_000
 jobs = st.lists(st.tuples(st.integers(0, 20 * MS), st.integers(0, 40_000)), max_size=300)
@@ -37,8 +46,11 @@ def test_short_jobs_travel_together_and_long_ones_alone():
 def test_without_frames_every_job_travels_alone():
     budget = Budget(0)
     assert budget.frame([(1, 1)] * 50, backlog=50, workers=1, room=100) == 1
-    assert not budget.wants_more(0, 1)
     assert budget.wants_more(0, 0)
+    # Behind others only while they will soon be done.
+    assert budget.wants_more(ALONE_NS - 1, ALONE_MAX - 1)
+    assert not budget.wants_more(ALONE_NS, 1)
+    assert not budget.wants_more(0, ALONE_MAX)
 
 
 def test_a_worker_is_topped_up_before_it_is_idle():

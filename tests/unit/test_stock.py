@@ -112,6 +112,26 @@ def test_the_master_is_told_before_a_limited_job_is_sent(world: Callable[..., Wo
     assert link.page.entry(1).memory_kb == 64 * 1024
 
 
+def test_jobs_that_travel_alone_do_so_behind_short_ones_only(world: Callable[..., World]) -> None:
+    here = world(frame_ms=0)
+    first, second = here.worker(), here.worker()
+    here.add("noop", 20)
+    here.give()
+    assert (ids(first), ids(second)) == ([1], [2])  # nobody knows how long they take
+    for link in (first, second):
+        link.recorded([0])
+    here.stock.estimates.learn("noop", 5_000)
+    here.give()
+    # In turns, each a message of its own.
+    assert (ids(first), ids(second)) == ([3, 5, 7, 9, 11, 13, 15, 17], [4, 6, 8, 10, 12, 14, 16, 18])
+    here.give()
+    assert len(first.held) == 8
+    first.recorded(list(first.held))
+    here.stock.estimates.learn("noop", 50_000_000)
+    here.give()
+    assert ids(first) == [19]
+
+
 def test_a_one_shot_job_gets_a_fresh_worker_and_nobody_else_does(world: Callable[..., World]) -> None:
     here = world()
     link = here.worker()
