@@ -97,6 +97,7 @@ def test_a_handler_may_leave_something_behind(start_daemon, jobs):
     assert {p.pid for p in processes.descendants(daemon.workers()[0])} == set(kept)
     for pid in kept:
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: all(processes.look(pid).state == "Z" for pid in kept))
     # Reaped with the next job.
     probe.result(jobs, "")
     assert processes.descendants(daemon.workers()[0]) == []
