@@ -49,7 +49,7 @@ class Helpers:
 
     def spare_present(self) -> None:
         """What runs now is no job's."""
-        self._before = set(_children())
+        self._before = set() if self.alone() else set(_children())
         self.standing = self._before | self._detached
 
     @contextlib.contextmanager

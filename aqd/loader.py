@@ -16,7 +16,6 @@ Fails: reports :class:`~aqd.messages.LoadRefused` and exits with LOADER; exits w
 import contextlib
 import gc
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,13 +23,13 @@ from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, log, messages, output, plugins, process
+from aqd import __version__, channel, log, messages, output, plugins, process, title
 from aqd.errors import Exit, PluginError
 from aqd.page import Page
 
 # Here and not after the fork, where each worker would pay for it in time and in private memory: 16 slots took twice
 # the processor time to start, and 1.5 MB more each.
-from aqd.worker import Worker
+from aqd.worker import Worker, take_no_notice
 
 logger = log.get_logger("loader")
 
@@ -66,6 +65,8 @@ class Loader:
         if any(info.is_async for info in registry.infos()):
             # Only then: it brings 40 modules and 27 mappings, without which a fork costs an eighth less.
             import asyncio  # noqa: F401
+        title.locate()
+        setproctitle(f"aqd: loader g{self.load.generation}")
         gc.collect()
         gc.freeze()
         self._send(messages.Loaded(__version__, registry.infos(), registry.plugins, threaded))
@@ -87,7 +88,7 @@ class Loader:
             os._exit(Exit.LOADER)
         try:
             with process.signals_blocked():
-                intermediate = os.fork()
+                intermediate = process.bare_fork()
                 if intermediate == 0:
                     self._intermediate(request, channel_fd, page_fd, output_fd)
             os.waitpid(intermediate, 0)
@@ -130,8 +131,7 @@ class Loader:
 def main() -> NoReturn:
     """Entry point of the process."""
     # A TERM for the whole group is the master's affair: the loader ends when its channel does.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
+    take_no_notice()
     process.unblock_signals()
     process.die_with_parent(int(sys.argv[1]))
     output.unbuffer()

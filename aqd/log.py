@@ -19,6 +19,7 @@ stays ours and does not change the descriptor that children and the shell share;
 sent to with MSG_DONTWAIT; where a second opening is forbidden, poll(2) is asked first.
 """
 
+import copy
 import os
 import select
 import socket
@@ -188,6 +189,15 @@ def configure(level: str, format: str, *, process: str, fd: int = 2, stdlib: boo
         old.sink.close()
     if stdlib:
         route_stdlib()
+
+
+def rename(process: str) -> None:
+    """For a process that was forked from one with a log, and goes on with it under a name of its own."""
+    global _state
+    new = copy.copy(_state)
+    new.process = process
+    _state = new
+    route_stdlib()
 
 
 def _is_journal(fd: int) -> bool:
@@ -430,6 +440,18 @@ def _traceback(error: BaseException) -> str:
 
 def route_stdlib() -> None:
     """Make this log the only handler of the root logger (again: idempotent)."""
+    global _router
+    import logging
+
+    if _router is None:  # kept over a fork: a worker pays 3 µs for each page that it touches first
+        _router = _new_router()
+    root = logging.getLogger()
+    root.handlers[:] = [_router]
+    root.setLevel(_state.threshold)
+    logging.captureWarnings(True)
+
+
+def _new_router() -> "logging.Handler":
     import logging
 
     class Router(logging.Handler):
@@ -447,10 +469,10 @@ def route_stdlib() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             _from_record(record)
 
-    root = logging.getLogger()
-    root.handlers[:] = [Router()]
-    root.setLevel(_state.threshold)
-    logging.captureWarnings(True)
+    return Router()
+
+
+_router: "logging.Handler | None" = None
 
 
 # Attributes of every LogRecord (library reference, "LogRecord attributes"); others came by ``extra``.

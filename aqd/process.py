@@ -23,6 +23,7 @@ from aqd.errors import Exit
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+_fork = ctypes.PyDLL(None, use_errno=True).fork
 
 ALL_SIGNALS = frozenset(signal.valid_signals())
 # The spawned program finds what it was given at these numbers, whatever they were in the parent.
@@ -35,6 +36,16 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _BLOCK = 512  # what st_blocks counts in, whatever the file system's blocks are
 _PAGE = 4096
 _MADV_WIPEONFORK = 18
+
+
+def bare_fork() -> int:
+    """fork(2) without the interpreter's hooks round it, for a child that does nothing but fork once more, by
+    :func:`os.fork`, and leave: they are run then, and each once. (2.6 -> 2.0 ms for that child.)"""
+    pid: int = _fork()
+    if pid < 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"fork: {os.strerror(errno)}")
+    return pid
 
 
 def own_memory() -> mmap.mmap:

@@ -5,7 +5,6 @@ though, where its arguments once stood (``arg_start`` in proc_pid_stat(5)): once
 there directly (0.25 µs). Where that memory is not what we think, the library does it as ever.
 """
 
-import contextlib
 import ctypes
 import os
 from typing import Final
@@ -22,10 +21,11 @@ class Title:
 
     def __init__(self, fixed: str) -> None:
         self._fixed = fixed
-        self._room = 0
+        start, room = _place or locate()
+        self._room = room if room > len(fixed) else 0
         self._memory: memoryview
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            self._find()
+        if self._room:
+            self._memory = memoryview((ctypes.c_char * room).from_address(start)).cast("B")
 
     def show(self, what: str) -> None:
         """By the library, which also gives the thread its name: a job may have changed that."""
@@ -42,14 +42,22 @@ class Title:
         title = f"{self._fixed} [{type} {id}]".encode()
         self._memory[:] = title[: self._room - 1].ljust(self._room, b"\0")
 
-    def _find(self) -> None:
-        setproctitle("." * _ROOM)
+
+def locate() -> tuple[int, int]:
+    """(address, length) of the title in memory; length 0 where it cannot be known. Whoever is forked from here has it
+    in the same place, and need not look."""
+    global _place
+    setproctitle("." * _ROOM)
+    try:
         with open("/proc/self/stat", "rb") as file:
             start = int(file.read().rpartition(b")")[2].split()[_ARG_START - 3])
         # By the kernel: were nothing mapped there, we should die of looking.
         with open("/proc/self/mem", "rb", buffering=0) as file:
             found = os.pread(file.fileno(), _ROOM, start)
-        room = len(found) - len(found.lstrip(b"."))
-        if room > len(self._fixed):
-            self._memory = memoryview((ctypes.c_char * room).from_address(start)).cast("B")
-            self._room = room
+        _place = start, len(found) - len(found.lstrip(b"."))
+    except (OSError, ValueError, IndexError):
+        _place = 0, 0
+    return _place
+
+
+_place: tuple[int, int] | None = None

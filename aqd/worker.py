@@ -66,6 +66,9 @@ OUTPUT_LENGTH_MAX = 1 << 40
 _OURS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, STOP_SIGNAL))
 
 
+_UNNOTICED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
+
+
 class Worker:
     """The loop of one worker process. :meth:`run` never returns."""
 
@@ -127,8 +130,7 @@ class Worker:
         try:
             self.title = Title(f"aqd: worker {self._slot} g{self.page.generation}")
             self.title.show("starting")
-            # Keeps a duplicate of the real standard error, before what jobs print is led elsewhere.
-            log.configure(self.config.log.level, self.config.log.format, process=f"worker {self.page.slot}")
+            log.rename(f"worker {self.page.slot}")  # the loader's: what jobs print is led elsewhere
             log.context(slot=self.page.slot)
             self.streams = output.Streams(self.output_fd)
             confine.raise_oom_score()
@@ -160,8 +162,7 @@ class Worker:
         # A TERM or INT for the whole group (a terminal, systemctl kill) does not end a job: it goes on
         # and the master drains. Handlers, not SIG_IGN: that would be inherited by what the job starts. Python
         # itself ignores PIPE and XFSZ; with these handlers its writes fail as ever and helpers get the default.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, _nothing)
+        take_no_notice()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(STOP_SIGNAL, self._on_stop)
         signal.set_wakeup_fd(-1)
@@ -577,6 +578,13 @@ class Worker:
                 task.get_loop().call_soon_threadsafe(task.cancel)
                 return
         raise stop_exception(self.page.stop_reason)
+
+
+def take_no_notice() -> None:
+    """Of what is meant for all. (The loader does, too: what stands already need not be set.)"""
+    for number in _UNNOTICED:
+        if signal.getsignal(number) is not _nothing:
+            signal.signal(number, _nothing)
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

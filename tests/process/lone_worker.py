@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from aqd import channel, costs, journal, messages, process, worker
+from aqd import channel, costs, journal, log, messages, process, worker
 from aqd.config import Config
 from aqd.hookspecs import HandlerInfo
 from aqd.page import Page
@@ -48,6 +48,7 @@ def main(codes: list[str | None], frames: int) -> list[Any]:
         worker.LIGHT_NS = costs.SAMPLE_NS = 10**15
     worker.SETTLE_MS = int(os.environ.get("AQD_TEST_SETTLE_MS", worker.SETTLE_MS))
     pause_s = float(os.environ.get("AQD_TEST_PAUSE_S", "0"))
+    log.configure("info", "auto", process="loader")
     fd = Page.create(0, 1, 1)
     page = Page(fd)
     reader = journal.Reader(page)

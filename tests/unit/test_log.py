@@ -497,6 +497,29 @@ def test_a_forked_child_does_not_report_its_parents_losses(pipe) -> None:
     assert one(pipe)["dropped"] == 1
 
 
+def test_a_forked_child_goes_on_under_its_own_name(pipe) -> None:
+    log.configure("info", "json", process="loader", fd=pipe[1])
+    before = logging.getLogger().handlers[:]
+    logging.getLogger().handlers[:] = []  # a plugin's own idea of logging
+    pid = os.fork()
+    if pid == 0:
+        log.rename("worker 3")
+        logging.getLogger("lib").warning("child")
+        os._exit(0)
+    logging.getLogger().handlers[:] = before
+    os.waitpid(pid, 0)
+    assert (one(pipe) | {"at": ""}) == {
+        "at": "",
+        "level": "warning",
+        "process": "worker 3",
+        "pid": pid,
+        "logger": "lib",
+        "event": "child",
+    }
+    log.get_logger("loader").info("parent")
+    assert one(pipe)["process"] == "loader"
+
+
 @pytest.mark.timeout(60)
 def test_forking_while_other_threads_log_never_deadlocks(pipe) -> None:
     """With a lock, a child forked at the wrong moment would wait for ever."""

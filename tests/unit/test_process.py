@@ -5,6 +5,8 @@ import ctypes
 import mmap
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -110,3 +112,30 @@ def test_own_memory_says_who_was_forked_by_c_code() -> None:
         os._exit(memory[0])
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert memory[0] == 1
+
+
+TWICE = """
+import os
+from aqd.process import bare_fork
+ran = []
+os.register_at_fork(
+    before=lambda: ran.append("before"),
+    after_in_parent=lambda: ran.append("parent"),
+    after_in_child=lambda: ran.append("child"),
+)
+if not (between := bare_fork()):
+    if not (worker := os.fork()):
+        print(*ran, flush=True)
+        os._exit(0)
+    os.waitpid(worker, 0)
+    print(*ran, flush=True)
+    os._exit(0)
+os.waitpid(between, 0)
+print(*ran)
+"""
+
+
+def test_between_loader_and_worker_nobody_is_told_of_the_fork() -> None:
+    """What plugins registered runs in the worker, once, and never in the loader."""
+    done = subprocess.run([sys.executable, "-c", TWICE], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["before child", "before parent", ""]

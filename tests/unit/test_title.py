@@ -9,6 +9,7 @@ import pytest
 
 SHOWN = """
 import sys
+import aqd.title
 from setproctitle import setproctitle
 from aqd.title import Title
 
@@ -40,7 +41,7 @@ def test_what_ps_shows(room: bool) -> None:
     # What the title may take is what arguments and environment took; little is left of it without one.
     argv = [sys.executable, "-c", SHOWN]
     if not room:
-        argv[2] = SHOWN.replace("title = Title", "Title._find = lambda self: None\ntitle = Title")
+        argv[2] = SHOWN.replace("title = Title", "aqd.title._place = 0, 0\ntitle = Title")
     shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
     assert shown == [
         f"{room} aqd: worker 0 g1 [starting]",
