@@ -110,9 +110,11 @@ class Jobs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Plugins(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where handlers come from. ``settings`` maps a plugin's name to its own table, handed to it as is."""
+    """Where handlers come from. ``venv`` is the environment of what they import beside aqd's own packages;
+    ``settings`` maps a plugin's name to its own table, handed to it as is."""
 
     dir: str = ""
+    venv: str = ""
     entry_points: bool = True
     strict: bool = False
     import_timeout_s: Annotated[float, Meta(ge=0.1, le=600)] = 10.0
@@ -201,7 +203,7 @@ _OTHER_ENV_PREFIXES = ("AQD_TEST_", "AQD_INTERNAL_", "AQD_JOB_", "AQD_DEMO_", "A
 _KUBERNETES = re.compile(r"AQD(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
-_PATHS = frozenset({"dir", "runtime_dir", "admin_api_key_file", "keys_file"})
+_PATHS = frozenset({"dir", "venv", "runtime_dir", "admin_api_key_file", "keys_file"})
 _SUN_PATH_MAX = 107  # unix(7): sun_path holds 108 bytes with its final NUL
 
 

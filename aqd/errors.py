@@ -8,23 +8,32 @@ A message says what happened, to what, and what to do.
 """
 
 from enum import IntEnum
+from typing import Self
 
 
 class Exit(IntEnum):
     """Exit codes of ``aqd`` and of its processes, so that a number in the journal means something."""
 
-    OK = 0
-    ERROR = 1  # an error of ours
-    USAGE = 2  # wrong command line (click's own code)
-    CONFIG = 3  # the configuration or a plugin was refused
-    DATABASE = 4  # the database is away, or its schema does not fit
-    RUNNING = 5  # another daemon already holds the pid file
-    NOT_RUNNING = 6  # no daemon answers on the control socket
-    REFUSED = 7  # the daemon refused the command (a reload of a broken configuration)
-    LOADER = 8  # the plugins could not be loaded
-    WORKERS = 9  # worker processes cannot start, again and again
-    ORPHANED = 10  # a child found that its master is gone
-    CHANNEL = 11  # a worker's channel broke or carried what it should not
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> Self:
+        self = int.__new__(cls, value)
+        self._value_ = value
+        self.meaning = meaning
+        return self
+
+    OK = 0, "done"
+    ERROR = 1, "an error of aqd, or something outside failed"
+    USAGE = 2, "wrong command line"
+    CONFIG = 3, "the configuration or a plugin was refused"
+    DATABASE = 4, "the database is away, or its schema does not fit"
+    RUNNING = 5, "another daemon already holds the pid file"
+    NOT_RUNNING = 6, "no daemon answers on the control socket"
+    REFUSED = 7, "the daemon refused the command (a reload of a broken configuration)"
+    LOADER = 8, "the plugins could not be loaded"
+    WORKERS = 9, "worker processes cannot start, again and again"
+    ORPHANED = 10, "a child found that its master is gone"
+    CHANNEL = 11, "a worker's channel broke or carried what it should not"
 
 
 class AqdError(Exception):

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
 
+from aqd import plugin_env
 from aqd.errors import PluginError
 from aqd.paths import data_dir
 
@@ -85,13 +86,17 @@ def folder(cfg: "Plugins") -> Path:
 
 
 def find(cfg: "Plugins") -> list[Candidate]:
-    """All candidates: those of the folder by name, then entry points by name. Imports nothing.
+    """All candidates: those of the folder by name, then entry points by name. Imports nothing, but makes the packages of
+    ``plugins.venv`` importable; if they cannot be, the environment itself is a candidate with the reason.
 
     A name belongs to the first who has it; later ones carry an error that names both.
     """
+    reason = plugin_env.extend_path(cfg.venv)
     found: list[Candidate] = []
     owners: dict[str, Candidate] = {}
     candidates = list(_in_folder(folder(cfg)))
+    if reason is not None:
+        candidates.insert(0, Candidate("plugins.venv", cfg.venv, error=reason))
     if cfg.entry_points:
         candidates += _installed()
     for candidate in candidates:

@@ -36,6 +36,7 @@ class _Commands(click.Group):
         "check": "inspection",
         "config": "inspection",
         "plugins": "inspection",
+        "plugin-env": "plugin_env",
         "health": "inspection",
         "db": "db",
         "demo": "db",
@@ -47,6 +48,8 @@ class _Commands(click.Group):
         "types": "figures",
         "nodes": "figures",
         "metrics": "figures",
+        "completion": "manual",
+        "manual": "manual",
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

@@ -34,6 +34,7 @@ def check_command(app: App, as_json: bool) -> int:
         findings.add("configuration", loaded.path or "defaults and environment", "ok", "")
         _check_keys(loaded.config, findings)
         _check_plugins(loaded.config, findings)
+        _check_plugin_env(loaded.config.plugins.venv, findings)
         _check_database(loaded.config, findings)
     if as_json:
         print_json([dict(zip(Findings.COLUMNS, row, strict=True)) for row in findings.rows])
@@ -92,6 +93,20 @@ def _check_plugins(cfg: Any, findings: Findings) -> None:
             findings.add("plugin", f"{plugin.name} ({plugin.source})", "failed", plugin.error, Exit.CONFIG)
         else:
             findings.add("plugin", plugin.name, "ok", ", ".join(plugin.handlers))
+
+
+def _check_plugin_env(venv: str, findings: Findings) -> None:
+    """The packages of an environment that fits; one that does not is among the broken plugins already."""
+    from aqd import plugin_env
+    from aqd.cli.plugin_env import check
+
+    if not os.path.lexists(venv) or plugin_env.problem(venv) is not None:
+        return
+    if wrong := check(venv):
+        for line in wrong.splitlines():
+            findings.add("plugins.venv", venv, "failed", line, Exit.CONFIG)
+    else:
+        findings.add("plugins.venv", venv, "ok", f"packages: {len(plugin_env.packages(venv))}")
 
 
 def _check_database(cfg: Any, findings: Findings) -> None:

@@ -25,7 +25,14 @@ TOP = {
 }
 TOP |= {"systemd"}
 LONGEST = 600
-SCRIPTS = ("packaging/demo", "packaging/test", "packaging/environment.sh", "tests/chaos/run", ".ci/run")
+SCRIPTS = (
+    "packaging/build-deb",
+    "packaging/demo",
+    "packaging/test",
+    "packaging/environment.sh",
+    "tests/chaos/run",
+    ".ci/run",
+)
 
 
 def files() -> list[str]:

@@ -53,6 +53,17 @@ RUN = ("sh", "python", "sql", "toml")
 NOT_RUN = {
     ("Two commands", "sh", 0): "packaging/demo is run by test_demo.py; packaging/test runs this test",
     ("Two commands", "sh", 1): "names the environment that packaging/demo makes; the story has its own",
+    (
+        "Packages of plugins",
+        "sh",
+        0,
+    ): "installs from the index as root; tests/unit/test_plugin_env.py does it",
+    ("Debian's package", "sh", 0): "takes minutes; tests/system/test_deb.py builds the packages",
+    (
+        "Debian's package",
+        "sh",
+        1,
+    ): "changes the machine as root; tests/system/test_deb.py does it in one of its own",
     ("On a server", "sh", 0): "changes the machine as root; its files are looked for below",
     ("On a server", "sh", 1): "changes the machine as root; its files are looked for below",
     ("On a server", "sh", 2): "changes the machine's PostgreSQL as root",

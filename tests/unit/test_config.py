@@ -86,6 +86,7 @@ SAMPLES = {
     "daemon.node_name": ("n1", "n1"),
     "daemon.reserved": ("mail=1, reports = 2", {"mail": 1, "reports": 2}),
     "plugins.dir": ("/srv/plugins", "/srv/plugins"),
+    "plugins.venv": ("/somewhere/venv", "/somewhere/venv"),
     "plugins.settings": ('{ shell = { allow = ["/bin/ls"] } }', {"shell": {"allow": ["/bin/ls"]}}),
     "api.host": ("0.0.0.0", "0.0.0.0"),
     "daemon.metrics_host": ("0.0.0.0", "0.0.0.0"),
