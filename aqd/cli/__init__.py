@@ -18,8 +18,7 @@ from typing import NoReturn
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
     given = list(sys.argv[1:] if args is None else args)
-    if "run" in given:
-        _answer_signals_early()
+    _answer_signals_early(service=_command(given) in ("run", "api"))
     from aqd.cli import command
 
     code = command.run(given)
@@ -33,9 +32,29 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _answer_signals_early() -> None:
-    """Until the master has its own handlers there is nothing to drain: a stop simply ends the process,
-    and a reload has nothing to do (its default would kill)."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def _command(given: Sequence[str]) -> str:
+    """The first word that is no option of ours, before anything that could parse it properly is imported."""
+    words = iter(given)
+    for word in words:
+        if word in ("-c", "--config"):
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+    return ""
+
+
+def _answer_signals_early(*, service: bool) -> None:
+    """Until the daemon or the HTTP service has its own handlers there is nothing to drain: a stop simply ends the
+    process, and a reload has nothing to do (its default would kill). Other commands end by SIGTERM anyhow, but as
+    PID 1 the kernel would keep it from them (signal(7), pid_namespaces(7)).
+
+    The image's entry point has these signals blocked from its first instruction on, so that none is lost while
+    the interpreter starts: now they are answered.
+    """
+    if service:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    elif os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

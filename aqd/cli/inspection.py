@@ -5,12 +5,18 @@ hangs, crashes or exits cannot take the command with it.
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from aqd.cli.command import App
 from aqd.errors import ConfigError, Exit
+
+if TYPE_CHECKING:
+    from aqd.config import Config
+
+# Below the 10 s that the image's health check has, start of the interpreter included.
+HEALTH_TIMEOUT_S = 5.0
 
 
 @click.command("check")
@@ -188,37 +194,91 @@ def plugins_command(app: App, as_json: bool) -> None:
 
 
 @click.command("health")
+@click.option("--node", "node", is_flag=True, help="Ask the daemon of this machine whether it takes jobs.")
+@click.option("--api", "api", is_flag=True, help="Ask the HTTP service of this machine.")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 @click.pass_obj
-def health_command(app: App, as_json: bool) -> int:
-    """Whether a job could be accepted now: exit code 0 or 1. Says how many nodes would run it."""
-    import psycopg
+def health_command(app: App, node: bool, api: bool, as_json: bool) -> int:
+    """Whether a job could be accepted now: exit code 0 or 1. Says how many nodes would run it.
 
-    from aqd import config, store
+    With --node or --api: whether what runs here does its work, for health checks of containers. The database is then
+    asked by it, not by this command.
+    """
+    from aqd import config
     from aqd.cli.output import print_json
 
+    if node and api:
+        raise click.UsageError("--node and --api ask two different processes: give one of them")
     cfg = config.load(app.config_path, os.environ)
-    document: dict[str, Any] = {
-        "status": "unavailable",
-        "database": "unavailable",
-        "reason": None,
-        "nodes": None,
-    }
-    try:
-        with store.connect(cfg.database, "aqd health") as conn:
-            document["database"] = "ok"
-            found = store.health(conn, cfg.keeper.node_ttl_s)
-        document |= {
-            "status": "unavailable" if found.problem else "ok",
-            "reason": found.problem,
-            "nodes": found.live_nodes,
-        }
-    except psycopg.Error as error:
-        document["reason"] = config.mask(" ".join(str(error).split()))
+    document: dict[str, Any] = {"status": "unavailable", "database": "unavailable", "reason": None}
+    document |= _node_health(cfg) if node else _api_health(cfg) if api else _database_health(cfg)
     if as_json:
         print_json(document)
     elif document["reason"]:
         click.echo(f"{document['status']}: {document['reason']}")
     else:
-        click.echo(f"ok, live nodes: {document['nodes']}")
+        click.echo(f"ok, state: {document['state']}" if node else f"ok, live nodes: {document['nodes']}")
     return Exit.OK if document["status"] == "ok" else Exit.ERROR
+
+
+def _database_health(cfg: "Config") -> dict[str, Any]:
+    import psycopg
+
+    from aqd import config, store
+
+    found: dict[str, Any] = {"nodes": None}
+    try:
+        with store.connect(cfg.database, "aqd health") as conn:
+            found["database"] = "ok"
+            health = store.health(conn, cfg.keeper.node_ttl_s)
+    except psycopg.Error as error:
+        return found | {"reason": config.mask(" ".join(str(error).split()))}
+    return found | {
+        "status": "unavailable" if health.problem else "ok",
+        "reason": health.problem,
+        "nodes": health.live_nodes,
+    }
+
+
+def _node_health(cfg: "Config") -> dict[str, Any]:
+    """A node that starts, drains or waits for its database takes no jobs; one that reloads does."""
+    from aqd import config, control
+    from aqd.errors import NotRunning
+
+    try:
+        status = control.request(config.control_socket(cfg), "status", HEALTH_TIMEOUT_S)
+    except NotRunning as error:
+        return {"state": None, "reason": str(error)}
+    database, state = status["database"], status["state"]
+    serves = database["up"] and state in ("running", "reloading")
+    reason = None if serves else f"the daemon is {state}"
+    if reason and not database["up"] and database["error"]:
+        reason += f": {config.mask(database['error'])}"
+    return {
+        "status": "ok" if serves else "unavailable",
+        "database": "ok" if database["up"] else "unavailable",
+        "state": state,
+        "reason": reason,
+    }
+
+
+def _api_health(cfg: "Config") -> dict[str, Any]:
+    """``GET /health`` at the address that is configured; a wildcard includes the loopback."""
+    import http.client
+    import json
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(cfg.api.host, cfg.api.host)
+    connection = http.client.HTTPConnection(host, cfg.api.port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        answer: dict[str, Any] = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = f"no answer from {host}:{cfg.api.port}: {error or type(error).__name__}"
+        return {"nodes": None, "reason": reason}
+    finally:
+        connection.close()
+    found = {"status": answer.get("status"), "database": answer.get("database")}
+    if found["status"] != "ok":
+        reason = (answer.get("schema") or {}).get("reason")
+        return found | {"nodes": None, "reason": reason or "the API has no connection to its database"}
+    return found | {"nodes": answer["nodes"]["live"]}
