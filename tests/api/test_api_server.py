@@ -149,6 +149,24 @@ def test_a_killed_worker_is_replaced(api: Api) -> None:
     assert api.get("/health").status == 200
 
 
+def test_the_command_that_asks_for_health(start_api: Callable[..., Api], tmp_path: Path) -> None:
+    """``aqd health --api``, what a container's health check asks: the service, not the database."""
+
+    def ask(port: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "aqd", "health", "--api"]
+        env = environment(tmp_path, AQD_API_HOST="0.0.0.0", AQD_API_PORT=str(port))
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return result.returncode, result.stdout + result.stderr
+
+    assert ask(start_api().port) == (0, "ok, live nodes: 0\n")
+    away = start_api(DATABASE_URL="postgresql://nobody@127.0.0.1:1/none")
+    assert ask(away.port) == (1, "unavailable: the API has no connection to its database\n")
+    nobody = free_port()
+    code, text = ask(nobody)
+    assert code == 1
+    assert text.startswith(f"unavailable: no answer from 127.0.0.1:{nobody}: ")
+
+
 def test_reload(start_api: Callable[..., Api], tmp_path: Path) -> None:
     file = tmp_path / "aqd.toml"
     file.write_text('[api]\nadmin_api_key = "one"\nworkers = 1\n')

@@ -3,6 +3,8 @@
 ``boot(release, **options)`` gives a running machine until the end of the test, ``module_boot`` until the end of
 the module (a boot takes seconds: share it); ``boot_aqd(release, **options)``, also for the module, one with aqd in
 it. All skip where no machine can be booted.
+
+``engine`` is a container engine with aqd's image (see engine.py); it skips where none can be started.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.system import engine as engines
 from tests.system import machine, software
 
 
@@ -40,3 +43,11 @@ def boot_aqd(module_boot: Callable[..., machine.Machine]) -> Callable[..., machi
         return made
 
     return boot
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[engines.Engine]:
+    if reason := engines.unavailable():
+        pytest.skip(reason)
+    with engines.shared() as running:
+        yield running

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from aqd import __version__, config
+from aqd import __version__, cli, config
 from aqd.cli import command, output
 from aqd.errors import Exit
 from tests.fixtures.processes import wait_until
@@ -419,3 +419,38 @@ def test_a_row_stays_one_line_when_nobody_looks(capsys) -> None:
 )
 def test_durations(seconds: float | None, wanted: str) -> None:
     assert output.duration(seconds) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ([], ""),
+        (["run"], "run"),
+        (["-c", "run", "api"], "api"),
+        (["--config=x", "--help", "run"], "run"),
+        (["submit", "run"], "submit"),
+        (["--config"], ""),
+    ],
+)
+def test_which_command_it_is(given: list[str], name: str) -> None:
+    """Known before anything is imported: a daemon and a service end by SIGTERM with 0, other commands do not."""
+    assert cli._command(given) == name
+
+
+BLOCKED = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+os.execv(sys.executable, [sys.executable, "-m", "aqd", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("run", 0), ("api", 0), ("jobs", -15)])
+def test_a_blocked_term_is_answered(command: str, code: int) -> None:
+    """As the image's entry point leaves it: one that came before the interpreter was there waits for us."""
+    script = "import os, signal\n" + BLOCKED.replace(
+        "os.execv", "os.kill(os.getpid(), signal.SIGTERM); os.execv", 1
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, command], capture_output=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (code, b"", b"")

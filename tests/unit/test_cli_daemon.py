@@ -156,6 +156,44 @@ def test_a_broken_configuration_file_does_not_hide_the_daemon(daemon, capsys, tm
     assert capsys.readouterr().err == ""
 
 
+def test_health_of_the_node(daemon, capsys) -> None:
+    """What a container's health check asks: not whether it answers, but whether it takes jobs."""
+    daemon()
+    assert command.run(["health", "--node"]) == 0
+    assert capsys.readouterr().out == "ok, state: running\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"state": "reloading"}, 0, "ok, state: reloading"),
+        ({"state": "draining"}, 1, "unavailable: the daemon is draining"),
+        ({"state": "starting"}, 1, "unavailable: the daemon is starting"),
+        (
+            {
+                "state": "waiting for database",
+                "database": {"up": False, "error": "no route to postgresql://a:pw@h/d"},
+            },
+            1,
+            "unavailable: the daemon is waiting for database: no route to postgresql://a:***@h/d",
+        ),
+        ({"database": {"up": False, "error": None}}, 1, "unavailable: the daemon is running"),
+    ],
+)
+def test_health_of_a_node_that_does_not_serve(daemon, capsys, change, code, text) -> None:
+    daemon(status={**STATUS, **change})
+    assert command.run(["health", "--node"]) == code
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_health_without_a_node(daemon, capsys) -> None:
+    assert command.run(["health", "--node", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["state"]) == ("unavailable", None)
+    assert "no daemon answers" in found["reason"]
+    assert command.run(["health", "--node", "--api"]) == Exit.USAGE
+
+
 def test_reload_says_which_generation_serves(daemon, capsys) -> None:
     daemon()
     assert command.run(["reload"]) == 0
