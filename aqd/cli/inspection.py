@@ -277,8 +277,9 @@ def _api_health(cfg: "Config") -> dict[str, Any]:
         return {"nodes": None, "reason": reason}
     finally:
         connection.close()
-    found = {"status": answer.get("status"), "database": answer.get("database")}
+    found: dict[str, Any] = {"status": answer.get("status"), "database": answer.get("database")}
     if found["status"] != "ok":
-        reason = (answer.get("schema") or {}).get("reason")
-        return found | {"nodes": None, "reason": reason or "the API has no connection to its database"}
+        schema = answer.get("schema") or {}
+        reason = schema.get("reason") or "the API has no connection to its database"
+        return found | {"nodes": None, "reason": reason}
     return found | {"nodes": answer["nodes"]["live"]}

@@ -26,17 +26,11 @@ TOP = {
 TOP |= {"systemd"}
 LONGEST = 600
 SCRIPTS = (
-<<<<<<< HEAD
     "packaging/build-deb",
-    "packaging/demo",
-    "packaging/test",
-    "packaging/environment.sh",
-=======
-    "packaging/demo",
-    "packaging/test",
-    "packaging/environment.sh",
     "packaging/compose-secrets",
->>>>>>> 3a96e60 (Containers: image, compose file, Kubernetes example; tests on an engine of their own; aqd health --node and --api; a blocked SIGTERM is answered)
+    "packaging/demo",
+    "packaging/environment.sh",
+    "packaging/test",
     "tests/chaos/run",
     ".ci/run",
 )
