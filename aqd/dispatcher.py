@@ -17,6 +17,7 @@ systemd the unit's cgroup does that).
 """
 
 import contextlib
+import gc
 import os
 import queue
 import select
@@ -52,6 +53,9 @@ REPORT_S, REST_REPORT_S = 1.0, 4.0
 RECONCILE_S = 5.0
 # A cancellation may be announced while its job is on the way from the claim to us: looked for once more then.
 CANCEL_LOOK_S = 1.0
+# Objects that are made between two looks for cycles. With Python's 700 a seventh of this process's time went into it
+# (no-op jobs, 3 alternations: 21.7 → 19.2 µs a job, 0.33 → 0.28 of what workers and server took).
+GARBAGE = 50_000
 HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
@@ -576,6 +580,9 @@ def main() -> NoReturn:
         start = messages.decode_to_dispatcher(data)
         assert isinstance(start, messages.Start)
         log.configure(start.config.log.level, start.config.log.format, process="dispatcher")
+        # What is loaded stays, and jobs are in no cycles.
+        gc.freeze()
+        gc.set_threshold(GARBAGE)
         dispatcher = Dispatcher(ends, start)
         held.append(dispatcher)
         code = dispatcher.run()
