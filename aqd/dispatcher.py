@@ -56,6 +56,7 @@ CANCEL_LOOK_S = 1.0
 # Objects that are made between two looks for cycles. With Python's 700 a seventh of this process's time went into it
 # (no-op jobs, 3 alternations: 21.7 → 19.2 µs a job, 0.33 → 0.28 of what workers and server took).
 GARBAGE = 50_000
+SWITCH_S = 0.0005  # how long a thread that has an answer to read waits for the others; Python's 5 ms made claims slow
 HAND_OVER_S = 3.0  # how long an outgoing dispatcher waits for its claimer and recorder
 
 
@@ -580,9 +581,9 @@ def main() -> NoReturn:
         start = messages.decode_to_dispatcher(data)
         assert isinstance(start, messages.Start)
         log.configure(start.config.log.level, start.config.log.format, process="dispatcher")
-        # What is loaded stays, and jobs are in no cycles.
-        gc.freeze()
+        gc.freeze()  # what is loaded stays, and jobs are in no cycles
         gc.set_threshold(GARBAGE)
+        sys.setswitchinterval(SWITCH_S)
         dispatcher = Dispatcher(ends, start)
         held.append(dispatcher)
         code = dispatcher.run()
