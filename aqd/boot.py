@@ -8,7 +8,7 @@ import sys
 
 from setproctitle import setproctitle
 
-from aqd import config, log, process
+from aqd import config, journald, log, process
 from aqd.errors import AqdError, ConfigError, Exit
 from aqd.master import Master
 from aqd.pidfile import pid_file
@@ -35,10 +35,10 @@ def main(config_path: str | None = None, with_api: bool = False) -> int:
                 raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from None
             return int(_run(master))
     except AqdError as error:
-        print(f"aqd: {error}", file=sys.stderr)
+        print(journald.as_error(f"aqd: {error}"), file=sys.stderr)
         return int(error.exit_code)
     except OSError as error:
-        print(f"aqd: {error}", file=sys.stderr)
+        print(journald.as_error(f"aqd: {error}"), file=sys.stderr)
         return int(Exit.CONFIG)
 
 

@@ -371,7 +371,7 @@ class Dispatcher:
     def _outcomes(self, link: Link, found: list[Outcome | None]) -> None:
         works: list[Work] = []
         times: list[tuple[ClaimedJob, int]] = []
-        held_by, incarnation, from_message = link.held, link.incarnation, outcomes.from_message
+        held_by, from_message = link.held, outcomes.from_message
         for outcome in found:
             if outcome is None:
                 # The job it is on has written into channel or journal, or its result is unreadable.
@@ -383,7 +383,7 @@ class Dispatcher:
                 link.unfinished.pop(outcome.number, None)
             if held.job is not None:
                 times.append((held.job, outcome.wall_ns))
-            works.append(from_message(incarnation, held, outcome))
+            works.append(from_message(link, held, outcome))
         self.stock.learn(times)
         self._put(*works)
 

@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import threading
+import warnings
 from typing import NoReturn
 
 from setproctitle import setproctitle
@@ -143,6 +144,9 @@ def main() -> NoReturn:
         assert isinstance(load, messages.Load)
         setproctitle(f"aqd: loader g{load.generation}")
         log.configure(load.config.log.level, load.config.log.format, process="loader")
+        # Python 3.12 looks for threads in /proc/self/stat, where the blanks of our title mislead it (CPython,
+        # warn_about_fork_with_threads). Whether there are any is asked before each fork.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         # Native thread pools cost a process per slot far more than they bring; an administrator's
         # own setting stays.
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

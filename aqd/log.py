@@ -5,13 +5,15 @@ Human on a terminal::
 
     2026-11-29 17:40:01 INFO  master  worker exited  slot=0 pid=12 signal=SIGKILL
 
-and one JSON object a line otherwise (keys ``at level process pid event``, then the fields).
+one JSON object a line otherwise (keys ``at level process pid event``, then the fields), and where standard
+error is systemd's journal an entry whose fields can be asked for: ``AQD_JOB_ID`` and so on (:mod:`aqd.journald`).
 
 Promises: never blocks, never raises, takes no lock, starts no thread, survives fork (STYLE 2: the master
 forks and must not wait for whoever reads its log). A line is one write of at most 4096 bytes, which a
 pipe takes whole or not at all (PIPE_BUF, pipe(7)), so lines of several processes do not mix. A line that
 cannot be written is dropped and counted, and the next one that can says ``dropped=n``. What is too long
-is shortened value by value, so that a line stays a whole JSON object. Passwords in URLs and conninfo
+is shortened value by value, so that a line stays a whole JSON object. When the journal's queue of entries is
+full, warnings and errors take the other way, the stream, which a flood of lesser lines leaves free. Passwords in URLs and conninfo
 strings are masked; other secrets are the caller's duty.
 
 Blocking is avoided where the descriptor leads: a pipe or terminal is opened anew, so that O_NONBLOCK
@@ -26,11 +28,13 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from aqd import journald
 from aqd.options import mask
 
 if TYPE_CHECKING:
@@ -42,8 +46,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 _WORDS = {"debug": "DEBUG", "info": "INFO ", "warning": "WARN ", "error": "ERROR"}
 _COLOURS = {"debug": "\033[2m", "warning": "\033[33m", "error": "\033[31m"}
-# Priorities of syslog(3); journald strips the prefix and `journalctl -p warning` then works.
-_PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
+# What the journal shows as lines of their own, below the event.
+_LONG = ("traceback", "stack")
 _OWN_KEYS = frozenset(("at", "level", "process", "pid", "logger", "event", "dropped", "cut"))
 
 
@@ -156,7 +160,8 @@ class _State:
         self.process = process
         self.sink = sink
         self.colour = False
-        self.journal = False
+        self.stream = False  # the sink is the journal's stream
+        self.journal: journald.Journal | None = None
 
 
 _UNCONFIGURED = _Polled(2)
@@ -169,7 +174,7 @@ _dropped_pid = 0
 def configure(level: str, format: str, *, process: str, fd: int = 2, stdlib: bool = True) -> None:
     """Set this process's log. May be called again (after a reload, in a forked worker).
 
-    ``format`` ``"auto"`` means human on a terminal and JSON elsewhere. ``process`` is the role
+    ``format`` ``"auto"`` means human on a terminal and in the journal, and JSON elsewhere. ``process`` is the role
     (``"master"``, ``"worker"``, …). ``fd`` is where the lines go: the descriptor is duplicated, so a
     worker may redirect its standard error afterwards. With ``stdlib`` the standard library's logging
     (libraries, handlers' loggers) is routed here too.
@@ -178,15 +183,18 @@ def configure(level: str, format: str, *, process: str, fd: int = 2, stdlib: boo
     try:
         sink = _open_sink(fd)
         tty = os.isatty(fd)
-        journal = _is_journal(fd)
+        stream = journald.is_stream(fd)
     except OSError:
-        sink, tty, journal = _Nowhere(), False, False
-    new = _State(level, format == "human" or (format == "auto" and tty), process, sink)
+        sink, tty, stream = _Nowhere(), False, False
+    new = _State(level, format == "human" or (format == "auto" and (tty or stream)), process, sink)
     new.colour = tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    new.journal = journal
+    new.stream = stream
+    if stream:
+        new.journal = journald.Journal()
     old, _state = _state, new
-    if old.sink is not None:
-        old.sink.close()
+    for way in (old.sink, old.journal):
+        if way is not None:
+            way.close()
     if stdlib:
         route_stdlib()
 
@@ -198,12 +206,6 @@ def rename(process: str) -> None:
     new.process = process
     _state = new
     route_stdlib()
-
-
-def _is_journal(fd: int) -> bool:
-    """systemd names device and inode of the stream it gave us (systemd.exec(5), JOURNAL_STREAM)."""
-    status = os.fstat(fd)
-    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def context(**fields: Any) -> None:
@@ -317,13 +319,47 @@ def _emit(level: str, name: str, event: str, fields: dict[str, Any]) -> None:
         values = {key: _plain(value) for key, value in merged.items()}
         if lost:
             values["dropped"] = lost
-        render = _human if state.human else _json
-        line = _fit(render, state, level, name, _text(event), values)
-        done = (state.sink or _UNCONFIGURED).write(line)
+        done = _write(state, level, name, _text(event), values)
     except Exception:  # a log must not be the reason why something fails
         done = False
     if not done:
         _dropped += lost + 1
+
+
+def _write(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bool:
+    render = (_plainly if state.stream else _human) if state.human else _json
+    line = _fit(render, state, level, name, event, values)
+    if state.journal is not None:
+        try:
+            state.journal.send(_entry(state, level, name, event, values, line))
+            return True
+        except BlockingIOError:
+            if LEVELS[level] < LEVELS["warning"]:
+                return False
+        except OSError:  # no journald, or out of its reach
+            pass
+    prefix = f"<{journald.PRIORITIES[level]}>".encode() if state.stream else b""
+    return (state.sink or _UNCONFIGURED).write(prefix + line)
+
+
+def _entry(
+    state: _State, level: str, name: str, event: str, values: dict[str, Any], line: bytes
+) -> Iterator[tuple[str, str]]:
+    """The fields of an entry of the journal, the most important first."""
+    message = line.decode().rstrip("\n")
+    if state.human:
+        message = "\n".join([message, *(_lines(values[key]) for key in _LONG if values.get(key))])
+    yield "MESSAGE", message
+    yield "PRIORITY", str(journald.PRIORITIES[level])
+    yield "SYSLOG_IDENTIFIER", "aqd"
+    for key, value in _record(state, name, event, values).items():
+        field = journald.field_name(key)
+        if field is not None and value is not None and key not in ("at", "level", "pid"):
+            yield field, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(printable(line) for line in str(text).rstrip().split("\n"))
 
 
 def _fit(render: Any, state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
@@ -354,16 +390,20 @@ def _shorten(value: Any, limit: int) -> Any:
     return f"{value[:head]}…{value[head + 1 - limit :]}"
 
 
-def _json(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    record = {"at": now, "level": level, "process": state.process, "pid": os.getpid()}
+def _record(state: _State, name: str, event: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What is said beside moment and level, under names that the log's own do not have."""
+    record: dict[str, Any] = {"process": state.process, "pid": os.getpid()}
     if name != state.process:
         record["logger"] = name
     record["event"] = event
     for key, value in values.items():
         record[f"{key}_" if key in _OWN_KEYS and key not in ("dropped", "cut") else key] = value
-    prefix = _PRIORITIES[level].encode() if state.journal else b""
-    return prefix + msgspec.json.encode(record) + b"\n"
+    return record
+
+
+def _json(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"at": now, "level": level, **_record(state, name, event, values)}) + b"\n"
 
 
 def _human(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
@@ -371,14 +411,23 @@ def _human(state: _State, level: str, name: str, event: str, values: dict[str, A
     word = _WORDS[level]
     if state.colour and level in _COLOURS:
         word = f"{_COLOURS[level]}{word}\033[0m"
+    return f"{now} {word} {_said(state, name, event, values)}\n".encode()
+
+
+def _plainly(state: _State, _level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
+    """For the journal, which knows moment and level, and shows what is long below."""
+    short = {key: value for key, value in values.items() if key not in _LONG}
+    return f"{_said(state, name, event, short)}\n".encode()
+
+
+def _said(state: _State, name: str, event: str, values: dict[str, Any]) -> str:
     who = name if name == state.process else f"{state.process}/{name}"
-    line = f"{now} {word} {who}  {printable(event)}"
+    line = f"{who}  {printable(event)}"
     if values:
         line += "  " + " ".join(
             f"{printable(key)}={_human_value(value)}" for key, value in values.items() if value is not None
         )
-    prefix = _PRIORITIES[level] if state.journal else ""
-    return f"{prefix}{line}\n".encode()
+    return line
 
 
 def _human_value(value: Any) -> str:

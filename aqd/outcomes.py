@@ -66,9 +66,9 @@ def unbegun(held: Held, reason: str, now_ns: int) -> Released:
     return Released((0, 0), held.id, held.token, False, reason, now_ns)
 
 
-def from_message(incarnation: int, held: Held, message: messages.Done | messages.Broken) -> Work:
+def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
-    key = (incarnation, message.number)
+    key = (link.incarnation, message.number)
     if type(message) is messages.Done:
         return Completed(key, held, message)
     assert isinstance(message, messages.Broken)
@@ -92,6 +92,8 @@ def from_message(incarnation: int, held: Held, message: messages.Done | messages
             message.reason,
             message.traceback or None,
             about=about(held),
+            attempt=held.attempt,
+            slot=link.slot,
             **(figures if begun else {}),
         )
     return Failed(
@@ -107,6 +109,7 @@ def from_message(incarnation: int, held: Held, message: messages.Done | messages
         retry_after_s=message.retry_after_s if message.retry_after_s >= 0 else None,
         reason=message.reason,
         about=about(held),
+        slot=link.slot,
         **figures,
     )
 
@@ -145,6 +148,7 @@ def from_exit(
         "signal": exited.signal,
     }
     if kind == "interrupted":
+        figures |= {"attempt": held.attempt, "slot": link.slot}
         return Released(key, held.id, held.token, True, error, now_ns, reason, about=about(held), **figures)
     return Failed(
         key,
@@ -159,6 +163,7 @@ def from_exit(
         exit_code=exited.code,
         reason=reason,
         about=about(held),
+        slot=link.slot,
         **figures,
     )
 

@@ -109,6 +109,7 @@ class Failed:
     reason: str = ""
     output: str | None = None
     about: About | None = None
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,13 @@ class Released:
     peak_kb: int | None = None
     signal: int | None = None
     about: About | None = None
+    attempt: int | None = None
+    slot: int | None = None
+
+    def named(self) -> dict[str, Any]:
+        """What the log says of it."""
+        type_ = None if self.about is None else self.about.type
+        return {"job_id": str(self.id), "type": type_, "attempt": self.attempt, "slot": self.slot}
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +393,7 @@ class Recorder(threading.Thread):
                     job_id=str(item.id),
                     type=item.type or (known.type if known is not None else None),
                     attempt=item.attempt,
+                    slot=item.slot,
                     reason=item.reason or None,
                     error=item.error[:300],
                     fate="retried" if retried else state or None,
@@ -437,7 +446,7 @@ class Recorder(threading.Thread):
             if state == "CANCELLED":
                 logger.info("job cancelled", job_id=str(item.id))
             elif item.interrupted and state is not None:
-                logger.info("attempt interrupted, given back", job_id=str(item.id), reason=item.reason)
+                logger.info("attempt interrupted, given back", **item.named(), reason=item.reason)
         begun = [i for i in items if i.interrupted]
         self._count(begun, done, self._labels(begun))
         self._after(items, done, None)

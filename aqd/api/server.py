@@ -24,7 +24,7 @@ from typing import Any
 from gunicorn import glogging  # type: ignore[import-untyped]
 from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
 
-from aqd import config, keys, log, paths, process, systemd
+from aqd import config, journald, keys, log, paths, process, systemd
 from aqd.api import app, body, tally
 from aqd.api.gate import GateWorker
 from aqd.config import Config
@@ -48,6 +48,8 @@ def run(cfg: Config, config_path: str | None, *, fd: int | None = None) -> int:
     _raise_file_limit()
     tally.shared()  # before the fork: all workers count in the same memory
     server = Server(cfg, config_path, fd)
+    if fd is None:
+        _compare(cfg)
     try:
         server.run()
     except SystemExit as exit:
@@ -137,6 +139,16 @@ def _exposed(fd: int | None) -> str | None:
         return keys.beyond(sockets)
 
 
+def _compare(cfg: Config) -> None:
+    """An administrator who has changed the port in one place only is told which one counts."""
+    addresses = []
+    for fd in range(3, 3 + systemd.listen_fds()):
+        with socket.socket(fileno=os.dup(fd)) as listener:
+            addresses.append(listener.getsockname())
+    if not any(isinstance(address, tuple) and address[1] == cfg.api.port for address in addresses):
+        logger.warning("systemd has passed the address, api.port has no effect", addresses=addresses)
+
+
 def _ring(cfg: Config, exposed: str | None) -> keys.Ring:
     ring = keys.load(cfg.api, exposed)
     names = [key.name for key in ring.keys]
@@ -196,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(config.load(path, os.environ), path, fd=options.fd)
     except AqdError as error:
-        print(f"aqd: {error}", file=sys.stderr)
+        print(journald.as_error(f"aqd: {error}"), file=sys.stderr)
         return error.exit_code
 
 

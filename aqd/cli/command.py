@@ -145,11 +145,12 @@ def _usage(error: click.ClickException) -> str:
 
 def _report(message: str, code: int) -> int:
     """``message`` on standard error; several problems (one a line) give as many lines."""
+    from aqd.journald import as_error
     from aqd.options import mask
 
     _show_traceback()
     for line in message.splitlines() or [""]:
-        print(f"aqd: {mask(line)}", file=sys.stderr)
+        print(as_error(f"aqd: {mask(line)}"), file=sys.stderr)
     return int(code)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.system.machine import RELEASES, Machine
 
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("machine")]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600), pytest.mark.xdist_group("machine")]
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -76,6 +76,7 @@ NOT_RUN = {
     ): "a test of somebody's project: tests/system/test_testing_kit.py has such projects",
     ("In containers", "sh", 0): "run by test_compose.py, with images of its own",
     ("In containers", "sh", 1): "as test_containers.py runs the image",
+    ("On a server", "sh", 4): "looks into the journal of a server: tests/system/test_systemd_journal.py does",
     ("On a server", "ini", 0): "a drop-in of systemd; its variable is looked for below",
     ("Beside other queues", "sh", 0): "installs other projects and takes ten minutes",
     ("Working on the code", "sh", 0): "runs this suite; the files are looked for below",

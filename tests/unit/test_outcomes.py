@@ -53,20 +53,20 @@ def on_its_first(link: Link) -> Held:
 
 def test_a_returned_job_is_completed(link: Link) -> None:
     job, done = held(1), messages.Done(0, 5, 7, 2_000, 300, '{"a":1}')
-    work = outcomes.from_message(7, job, done)
+    work = outcomes.from_message(link, job, done)
     assert work == Completed((7, 0), job, done)
     assert work.about == About("default", "noop", 0.0)
 
 
 @pytest.mark.parametrize(("kind", "counts"), [("interrupted", True), ("unstarted", False)])
 def test_what_we_ended_ourselves_is_given_back(link: Link, kind: str, counts: bool) -> None:
-    work = outcomes.from_message(7, held(1), messages.Broken(0, 5, 7, 0, 0, kind, "why", "", -1.0))
+    work = outcomes.from_message(link, held(1), messages.Broken(0, 5, 7, 0, 0, kind, "why", "", -1.0))
     assert isinstance(work, Released)
     assert work.interrupted is counts
 
 
 def test_a_failure_keeps_what_the_handler_wished(link: Link) -> None:
-    work = outcomes.from_message(7, held(1), messages.Broken(0, 5, 7, 0, 0, "failed", "no", "tb", 4.5))
+    work = outcomes.from_message(link, held(1), messages.Broken(0, 5, 7, 0, 0, "failed", "no", "tb", 4.5))
     assert isinstance(work, Failed)
     assert (work.retry_after_s, work.max_attempts, work.type, work.attempt) == (4.5, 5, "noop", 2)
 
@@ -132,7 +132,7 @@ def test_a_death_is_what_we_killed_it_for_only_if_it_met_this_entry(link: Link) 
 
 def test_a_predecessors_job_is_recorded_without_guessing(link: Link) -> None:
     unknown = Held(1, 99, 2, boottime_ns())
-    work = outcomes.from_message(7, unknown, messages.Broken(0, 5, 7, 0, 0, "failed", "no", "", -1.0))
+    work = outcomes.from_message(link, unknown, messages.Broken(0, 5, 7, 0, 0, "failed", "no", "", -1.0))
     assert isinstance(work, Failed)
     assert (work.type, work.max_attempts, work.retry_after_s) == (None, None, None)
 
