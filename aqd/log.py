@@ -204,6 +204,9 @@ def rename(process: str) -> None:
     global _state
     new = copy.copy(_state)
     new.process = process
+    if new.journal is not None:  # of its own, so that a flood fills its writer's queue only
+        new.journal.close()
+        new.journal = journald.Journal()
     _state = new
     route_stdlib()
 
