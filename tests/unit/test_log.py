@@ -475,6 +475,17 @@ def test_when_the_queue_is_full_what_matters_takes_the_other_way(stream, native)
         stream[0].recv(1)
 
 
+def test_a_fork_under_a_name_of_its_own_has_a_way_of_its_own(stream, native) -> None:
+    log.configure("info", "auto", process="loader", fd=stream[1].fileno(), stdlib=False)
+    before = len(os.listdir("/proc/self/fd"))
+    parents = log._state.journal
+    log.rename("worker 3")
+    log.get_logger("job").info("x")
+    assert entry(native.recv(1 << 16))["AQD_PROCESS"] == "worker 3"
+    assert log._state.journal is not parents
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_errors_of_the_command_line_are_errors_in_the_journal(stream, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "aqd", "-c", str(tmp_path / "missing.toml"), "config", "show"]
     done = subprocess.run(command, stderr=stream[1], env=dict(os.environ), check=False, timeout=30)
