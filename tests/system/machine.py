@@ -409,7 +409,8 @@ class Machine:
         deadline = time.monotonic() + timeout_s
         while not (answer := question()):
             if time.monotonic() > deadline:
-                tail = self.run("journalctl", "--no-pager", "--lines=40", check=False).stdout
+                lines = self.run("journalctl", "--no-pager", "--lines=400", check=False).stdout.splitlines()
+                tail = "\n".join([line for line in lines if "pam_unix" not in line][-40:])
                 raise AssertionError(f"{self.name}: not {what or 'true'} after {timeout_s:g} s\n{tail}")
             time.sleep(0.1)
         return answer
