@@ -75,7 +75,9 @@ class Leases:
         """Another owner has this job. One whose outcome is on its way to be recorded is looked up there."""
         if link.unrecorded(number) or link.exited is not None:
             return
-        logger.warning("lease lost", job_id=str(link.held[number].id), slot=link.slot)
+        held = link.held[number]
+        type_ = held.job.type if held.job is not None else None
+        logger.warning("lease lost", job_id=str(held.id), type=type_, attempt=held.attempt, slot=link.slot)
         self._master.send(messages.Fence(link.incarnation, number))
         if link.page.current() != number:
             self._recall(link)

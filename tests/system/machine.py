@@ -21,8 +21,8 @@ The tree is made once for each release and list of packages, below $AQD_TEST_CAC
 the apt sources of this machine: 30 to 60 s, 600 MB each. Delete it to get a fresh one. Without root, mmdebstrap,
 systemd-nspawn or a Debian archive the tests are skipped with the reason (``unavailable()``).
 
-When the test process is killed, its machines die with it (parent-death signal); their mounts are in a
-namespace of their own and go too. Only the directory of the disk may stay.
+When the test process is killed, its machines power off (parent-death signal); their mounts are in a namespace
+of their own and go too. The directory of the disk stays until the next machine is made.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ PACKAGES = (
     *("python3", "python3-venv", "postgresql"),
 )
 _CGROUPS = Path("/sys/fs/cgroup")
+_DISKS = Path("/var/tmp")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -139,6 +140,41 @@ def tree(release: str, packages: Sequence[str] = ()) -> Path:
     return place
 
 
+def _sweep() -> None:
+    """Throw away the disks of test processes that were killed."""
+    for disk in _DISKS.glob("aqd-machine-*"):
+        if not Path("/proc", disk.name.split("-")[2]).exists():
+            _kill_group(disk.name)
+            _remove_cgroups(disk.name)
+            shutil.rmtree(disk, ignore_errors=True)
+
+
+def _cgroups(name: str) -> list[Path]:
+    if not (_CGROUPS / "systemd").is_dir():  # one hierarchy; a systemd of the host makes us a scope
+        return []
+    return [
+        _CGROUPS / kind / name
+        for kind in ("systemd", "unified", "memory", "pids")
+        if (_CGROUPS / kind).is_dir()
+    ]
+
+
+def _kill_group(name: str) -> None:
+    """What still runs of a machine: its own systemd, with which all else goes."""
+    for group in _cgroups(name)[:1]:
+        for file in group.rglob("cgroup.procs"):
+            for pid in file.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove_cgroups(name: str) -> None:
+    for group in _cgroups(name):
+        for directory, _, _ in os.walk(group, topdown=False):
+            with contextlib.suppress(OSError):
+                Path(directory).rmdir()
+
+
 # --- a machine ------------------------------------------------------------------------------------
 
 
@@ -160,7 +196,8 @@ class Machine:
         self.network = network
         self.leader: int | None = None  # its PID 1, as seen from here
         self._tree = tree(release, packages)
-        self._directory = Path(tempfile.mkdtemp(prefix=f"aqd-{self.name}-", dir="/var/tmp"))
+        _sweep()
+        self._directory = Path(tempfile.mkdtemp(prefix=f"aqd-machine-{os.getpid()}-", dir=_DISKS))
         for part in ("upper", "work", "root"):
             (self._directory / part).mkdir()
         (self._directory / "upper").chmod(0o755)
@@ -184,7 +221,8 @@ class Machine:
     def boot(self, timeout_s: float = 90) -> Machine:
         """Switch it on, and wait until systemd has started everything."""
         assert self._process is None, "it is on"
-        self._join_cgroups()
+        for group in _cgroups(self._directory.name):
+            group.mkdir(exist_ok=True)
         address = self._directory / "notify"
         address.unlink(missing_ok=True)
         with (
@@ -270,7 +308,7 @@ class Machine:
                 f"{self.name} is still on after {timeout_s:g} s:\n{self.console()}"
             ) from None
         self._process = self.leader = None
-        self._leave_cgroups()
+        _remove_cgroups(self._directory.name)
 
     def close(self) -> None:
         """Switch it off without ceremony and throw its disk away."""
@@ -289,31 +327,12 @@ class Machine:
         """The end of what the boots wrote."""
         return (self._directory / "console").read_text(errors="replace")[-4000:]
 
-    # --- control groups: without some of its own, two machines would share those of this process
-
-    def _cgroups(self) -> list[Path]:
-        if not (_CGROUPS / "systemd").is_dir():  # one hierarchy; a systemd of the host makes us a scope
-            return []
-        return [
-            _CGROUPS / kind / self._directory.name  # names may repeat
-            for kind in ("systemd", "unified", "memory", "pids")
-            if (_CGROUPS / kind).is_dir()
-        ]
-
-    def _join_cgroups(self) -> None:
-        for group in self._cgroups():
-            group.mkdir(exist_ok=True)
-
     def _before_exec(self) -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for group in self._cgroups():
+        # Not SIGKILL, which the systemd in it would survive: on SIGTERM nspawn lets it power off.
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        # Without groups of its own a machine would share those of this process with others. Names may repeat.
+        for group in _cgroups(self._directory.name):
             (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def _leave_cgroups(self) -> None:
-        for group in self._cgroups():
-            for directory, _, _ in os.walk(group, topdown=False):
-                with contextlib.suppress(OSError):
-                    Path(directory).rmdir()
 
     def open_limits(self) -> None:
         """Let its systemd write limits of memory and tasks, which nspawn shows read-only on cgroup v1."""
