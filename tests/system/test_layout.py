@@ -30,6 +30,7 @@ SCRIPTS = (
     "packaging/compose-secrets",
     "packaging/demo",
     "packaging/environment.sh",
+    "packaging/postgres.sh",
     "packaging/test",
     "tests/chaos/run",
     ".ci/run",
