@@ -1,6 +1,7 @@
 """The claimer: a thread of the dispatcher that takes jobs when the main thread wants some.
 
-It owns the node's LISTEN connection. Between claims it sleeps until a NOTIFY, the poll interval, the moment
+It owns the node's LISTEN connection, which goes to ``database.listen_url`` where a pooler is in front of the database; where
+it goes through one, nothing is heard and polling finds the jobs. Between claims it sleeps until a NOTIFY, the poll interval, the moment
 at which the next job falls due, or the main thread's wish. A notification is a hint: it means "look", never
 "this job"; with notifications off, or lost, the poll interval covers everything. That a job of this node was
 cancelled is told over the same connection; without it the next renewal says so.
@@ -31,7 +32,7 @@ from collections.abc import Callable
 
 import psycopg
 
-from aqd import log
+from aqd import database, log
 from aqd.claims import CANCEL_CHANNEL, CHANNEL, NOTHING, ClaimBook, ClaimedJob, Sleeper, Wish
 from aqd.config import Config
 from aqd.database import Connection
@@ -90,14 +91,14 @@ class Claimer(threading.Thread):
             shares=Shares(config.daemon.reserved),
         )
         self.sleeper = Sleeper()
-        self.session = Session(config.database, "claimer", self._on_connect)
+        self.session = Session(database.for_listening(config.database), "claimer", self._on_connect)
         self._schema = schema
         self._node_id = node_id
         self._deliver, self._cancelled = deliver, cancelled
         self._types: frozenset[str] = frozenset()
         self._lowered: list[tuple[str, int]] = []
         self._notified = False
-        self._listening = False
+        self._listening = self._said_deaf = False
         self._asleep = False  # announced
         self._struck = False  # another node has struck off all that were
         self._called = False  # a notification has come since the last step
@@ -231,7 +232,7 @@ class Claimer(threading.Thread):
         if self._brisk:
             self._wait(NAP_S)
             return
-        if self.config.database.notify:
+        if self._listening:
             # Announced only after a look that found nothing, and then looked again: see the header.
             self.session.run(self.sleeper.announce)
             if not self._nothing_written(wanted):
@@ -267,7 +268,7 @@ class Claimer(threading.Thread):
         """After the claim, not before: it waits for a commit."""
         self._asleep = False
         self._strike_from = boottime() + STRIKE_S
-        if self.config.database.notify:
+        if self._listening:
             self.session.run(self.sleeper.woken, self._node_id)
 
     def _arrived(self, number: int) -> None:
@@ -348,11 +349,25 @@ class Claimer(threading.Thread):
         """LISTEN first, then look: what came in between is found by the look."""
         self._listening = self._asleep = self._struck = False
         self._schema(connection)
-        if self.config.database.notify:
+        database.check_same_database(self.config.database, connection)
+        if self.config.database.notify and database.is_pooled(connection):
+            self._say_deaf()
+        elif self.config.database.notify:
             connection.add_notify_handler(self._on_notify)
             connection.execute(f"listen {CHANNEL}")
             connection.execute(f"listen {CANCEL_CHANNEL}")
             self._listening = True
+
+    def _say_deaf(self) -> None:
+        if not self._said_deaf:
+            self._said_deaf = True
+            logger.warning(
+                "jobs are found by polling only",
+                reason="a pooler in front of the database delivers no notifications",
+                advice="name the server itself in database.listen_url; if the pooler keeps sessions apart, set "
+                'database.pooler = "session"',
+                poll_ms=self.config.daemon.poll_ms,
+            )
 
     def _on_notify(self, notify: psycopg.Notify) -> None:
         """One that arrived while a statement ran."""

@@ -68,6 +68,8 @@ class Database(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     statement_timeout_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
     notify: bool = True
     prepare: bool = True
+    listen_url: str = ""
+    pooler: str = "auto"
     migrate: bool = True
 
 
@@ -191,7 +193,7 @@ COMMON_ENV = {
     "api.admin_api_key_file": "ADMIN_API_KEY_FILE",
 }
 PDF_OUTPUT_DIR = "PDF_OUTPUT_DIR"
-SECRETS = frozenset({"database.url", "api.admin_api_key", "api.keys"})
+SECRETS = frozenset({"database.url", "database.listen_url", "api.admin_api_key", "api.keys"})
 # Where such values stand, or what can be tried against them.
 SECRET_FILES = frozenset({"api.admin_api_key_file", "api.keys_file"})
 
@@ -272,6 +274,7 @@ def decode(data: bytes) -> Config:
 # What a reload cannot change: other processes find the daemon by it, or hold outcomes for that database.
 RESTART_ONLY = (
     "database.url",
+    "database.listen_url",
     "daemon.runtime_dir",
     "daemon.node_name",
     "daemon.metrics_host",
@@ -477,7 +480,7 @@ class _Reader:
         if text and name.endswith("_PORT") and _KUBERNETES_URL.match(text):
             text = ""
         source = name
-        if option.key == "database.url" and (file := self.environ.get(f"{name}_FILE", "").strip()):
+        if option.name in ("url", "listen_url") and (file := self.environ.get(f"{name}_FILE", "").strip()):
             if text:
                 self.problems.append(f"environment: {name} and {name}_FILE are both set: keep one of them")
                 return

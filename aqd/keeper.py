@@ -22,8 +22,9 @@ and does not stop the others. Duties whose cost grows under an old snapshot take
 How it fails: only a lost connection leaves :meth:`Keeper.step`, as the :class:`psycopg.Error` it was.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import psycopg
@@ -37,6 +38,7 @@ from aqd.database import (
     define,
     execute,
     is_disconnect,
+    is_pooled,
     run,
 )
 from aqd.log import Suppressor, describe, get_logger
@@ -56,6 +58,8 @@ FORGET_NODE_FACTOR: Final = 10
 BATCH: Final = 1000
 # How long a detach may wait for readers of the partition before it is left for the next round.
 DETACH_WAIT: Final = "2s"
+# And where it cannot be done beside everybody else's work, which stands still meanwhile.
+DETACH_AT_ONCE_WAIT: Final = "100ms"
 # A duty that costs c seconds is not done again before COST_FACTOR * c have passed.
 COST_FACTOR: Final = 50
 MAX_PAUSE_S: Final = 300.0
@@ -229,6 +233,10 @@ class Keeper:
         expired = run(conn, "expired_partitions", history_days=self._cfg.keeper.history_days, limit=100)
         if not expired:
             return False
+        if is_pooled(conn):  # a limit for the session would be left in somebody else's
+            for partition, stage in expired:
+                self._drop_at_once(conn, partition, stage)
+            return False
         run(conn, "set_lock_timeout", value=DETACH_WAIT)
         try:
             for partition, stage in expired:
@@ -239,14 +247,29 @@ class Keeper:
         return False
 
     def _drop_partition(self, conn: Connection, partition: str, stage: str) -> None:
-        """Detach, finish, drop. Another node may do the same at the same time: whoever comes second finds
-        the partition detached, gone or locked, and has nothing to do."""
-        try:
+        with self._dropping(partition):
             if stage == "attached":
                 define(conn, "detach_partition", partition=partition)
             elif stage == "pending":
                 define(conn, "finish_detach", partition=partition)
             define(conn, "drop_partition", partition=partition)
+
+    def _drop_at_once(self, conn: Connection, partition: str, stage: str) -> None:
+        """The same in one transaction."""
+        with self._dropping(partition), conn.transaction():
+            run(conn, "limit_lock_waits", value=DETACH_AT_ONCE_WAIT)
+            if stage == "attached":
+                define(conn, "detach_partition_at_once", partition=partition)
+            elif stage == "pending":
+                define(conn, "finish_detach", partition=partition)
+            define(conn, "drop_partition", partition=partition)
+
+    @contextlib.contextmanager
+    def _dropping(self, partition: str) -> Iterator[None]:
+        """Detach, finish, drop. Another node may do the same at the same time: whoever comes second finds
+        the partition detached, gone or locked, and has nothing to do."""
+        try:
+            yield
         except psycopg.errors.LockNotAvailable:
             log.info("partition is in use, dropped later", partition=partition)
         except (

@@ -14,6 +14,7 @@ import msgspec
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "human", "json")
+POOLERS = ("auto", "session", "transaction")
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -126,13 +127,17 @@ def _check_text(option: Option, text: str) -> str:
         raise Refused("must not contain control characters")
     text = text.strip()
     match option.key:
-        case "database.url":
+        case "database.url" | "database.listen_url":
             if not text:
-                raise Refused("must not be empty")
+                if option.default:
+                    raise Refused("must not be empty")
+                return text
             if re.match(r"postgres(ql)?\+\w+://", text):
                 raise Refused("must be a libpq URL, without a driver name: postgresql://user@host/database")
             if not re.match(r"postgres(ql)?://", text) and not re.match(r"\w+\s*=", text):
                 raise Refused("must be postgresql://user@host:port/database or 'host=… dbname=… user=…'")
+        case "database.pooler":
+            _check_choice(text, POOLERS)
         case "log.level":
             text = {"warn": "warning"}.get(text.lower(), text.lower())
             _check_choice(text, LOG_LEVELS)

@@ -216,8 +216,7 @@ class Recorder(threading.Thread):
         self.figures = Figures()
         # Leases run out meanwhile: no pause may cost more of them than a renewal that failed.
         pause_max_s = min(PAUSE_MAX_S, config.daemon.renew_s / 2)
-        self.session = Session(config.database, "recorder", self._on_connect, pause_max_s)
-        self._schema = schema
+        self.session = Session(config.database, "recorder", schema, pause_max_s, lock_timeout_s=LOCK_WAIT_S)
         # Of these, one in the queue is enough, however long the database is away.
         self.renewal_waits = self.reconciliation_waits = False
         self._tell = tell
@@ -317,10 +316,6 @@ class Recorder(threading.Thread):
             middle = -(-len(items) // 2)
             self._apart += [(part, write) for part in (items[:middle], items[middle:]) if part]
         time.sleep(pause_s)
-
-    def _on_connect(self, connection: Connection) -> None:
-        self._schema(connection)
-        store.limit_lock_waits(connection, LOCK_WAIT_S)
 
     # --- the statements
 

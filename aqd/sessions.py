@@ -52,13 +52,14 @@ class Session:
         prepare: Callable[[Connection], None] = lambda _: None,
         pause_max_s: float = PAUSE_MAX_S,
         limit_s: float | None = None,
+        lock_timeout_s: float | None = None,
     ) -> None:
         self.config = config
         self.name = name
         self.up = False
         self.error = ""
         self._prepare = prepare
-        self._pause_max_s = pause_max_s
+        self._pause_max_s, self._lock_timeout_s = pause_max_s, lock_timeout_s
         self._limit_s = limit_s or config.statement_timeout_s + MARGIN_S
         self._connection: Connection | None = None
         self._failures = 0  # since a connection last proved good
@@ -97,6 +98,10 @@ class Session:
             raise
         self.timed(getattr(work, "__name__", ""), boottime() - self._since)
         self._end()
+        if database.became_read_only(connection):
+            # No statement of an idle node writes, so none would fail. What this one has done is done.
+            self.failed(psycopg.OperationalError("the server has become read-only"))
+            return result
         self.error = ""
         if self._failures and boottime() >= self._up_since + RELAPSE_S:
             self._recovered()
@@ -145,7 +150,12 @@ class Session:
     def _connect(self) -> Connection:
         self._cut = False
         try:
-            connection = database.connect(self.config, f"aqd {self.name} {os.getpid()}", dispatcher=True)
+            connection = database.connect(
+                self.config,
+                f"aqd {self.name} {os.getpid()}",
+                dispatcher=True,
+                lock_timeout_s=self._lock_timeout_s,
+            )
         except psycopg.Error as error:
             self.failed(error)
             raise

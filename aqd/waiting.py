@@ -28,7 +28,7 @@ from psycopg.pq.abc import PGconn
 from psycopg.rows import tuple_row
 
 from aqd import job, statements, store
-from aqd.database import Connection, int_array, run
+from aqd.database import AqdConnection, Connection, int_array, is_pooled, run
 from aqd.errors import InputError, NotEnded, NotFoundError
 from aqd.job import State
 from aqd.store import JobRow
@@ -188,11 +188,13 @@ def watch(
     until = time.monotonic() + check_timeout(timeout_s) if until is None else until
     _check_connection(conn)
     left = set(ids)
-    shared = bool(run(conn, "is_listening")[0][0])
+    shared, pooled = run(conn, "is_listening", pid=conn.info.backend_pid)[0]
+    deaf = is_pooled(conn) if isinstance(conn, AqdConnection) else pooled
     with Ear(conn.pgconn, shared=shared) as ear:
         try:
-            conn.execute(LISTEN)
-            rhythm = Rhythm()
+            if not deaf:
+                conn.execute(LISTEN)
+            rhythm = Rhythm(deaf=deaf)
             while True:
                 now = time.monotonic()
                 if now >= rhythm.announce_at:
@@ -218,7 +220,7 @@ def watch(
                         with conn.lock:  # another thread may be using it
                             ear.read()
         finally:
-            if not shared and not conn.closed:
+            if not (shared or deaf or conn.closed):
                 with contextlib.suppress(psycopg.Error):
                     conn.execute(UNLISTEN)
 
@@ -233,11 +235,12 @@ async def watch_async(
     until = time.monotonic() + check_timeout(timeout_s) if until is None else until
     _check_connection(conn)
     left = set(ids)
-    shared = bool((await _run_async(conn, "is_listening"))[0][0])
+    shared, deaf = (await _run_async(conn, "is_listening", str(conn.info.backend_pid)))[0]
     with Ear(conn.pgconn, shared=shared) as ear:
         try:
-            await conn.execute(LISTEN)
-            rhythm = Rhythm()
+            if not deaf:
+                await conn.execute(LISTEN)
+            rhythm = Rhythm(deaf=deaf)
             while True:
                 now = time.monotonic()
                 if now >= rhythm.announce_at:
@@ -262,7 +265,7 @@ async def watch_async(
                     async with conn.lock:
                         ear.read()
         finally:
-            if not shared and not conn.closed:
+            if not (shared or deaf or conn.closed):
                 with contextlib.suppress(psycopg.Error):
                     await conn.execute(UNLISTEN)
 

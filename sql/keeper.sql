@@ -142,6 +142,15 @@ limit :limit::bigint
 -- Waits for readers of the partition, not for those of the parent, and nobody waits for it.
 alter table aqd.job_history detach partition aqd.{partition} concurrently
 
+-- name: detach_partition_at_once :ddl
+-- In a transaction, with a short lock_timeout: while it waits for a reader of the history, everybody waits for it.
+alter table aqd.job_history detach partition aqd.{partition}
+
+-- name: limit_lock_waits :exec
+-- For this transaction.
+-- Index: none.
+select set_config('lock_timeout', :value::text, true)
+
 -- name: finish_detach :ddl
 -- After a detach that ran into lock_timeout.
 alter table aqd.job_history detach partition aqd.{partition} finalize
@@ -151,8 +160,7 @@ alter table aqd.job_history detach partition aqd.{partition} finalize
 drop table if exists aqd.{partition}
 
 -- name: set_lock_timeout :exec
--- Around detaching, which must not queue behind a long reader for ever; and for the recorder, whose batches
--- must not wait for one locked row.
+-- Around detaching, which must not queue behind a long reader for ever.
 -- Index: none.
 select set_config('lock_timeout', :value::text, false)
 

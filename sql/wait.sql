@@ -24,6 +24,8 @@ where coalesce((select j.state from aqd.jobs j where j.id = i.id), 'FAILED') not
 select aqd.tell_ended(:ids::bigint[])
 
 -- name: is_listening :one
--- Whether this session listens to the channel already, for its own purposes.
+-- Whether this session listens to the channel already, for its own purposes; and whether it is another one than the
+-- client was told of (:pid) when it connected, so that a pooler is in between.
 -- Index: none.
-select exists (select from pg_listening_channels() as c(channel) where c.channel = 'aqd_ended')
+select exists (select from pg_listening_channels() as c(channel) where c.channel = 'aqd_ended'),
+       :pid::bigint <> pg_backend_pid()

@@ -172,6 +172,8 @@ class Pool:
     def _check(self, conn: Connection) -> None:
         """Before it is handed out. An idle connection has nothing to say: if it is readable, it is the
         server's farewell. That costs 1 µs; a round trip is spent only after a longer idle time."""
+        if database.became_read_only(conn):
+            raise psycopg.OperationalError("the server has become read-only")
         poll = select.poll()
         poll.register(conn.fileno(), select.POLLIN)
         idle_s = time.monotonic() - conn._aqd_idle_since  # type: ignore[attr-defined]

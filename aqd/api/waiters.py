@@ -28,7 +28,7 @@ import psycopg
 from aqd import store, waiting
 from aqd.api.pool import CONNECT_TIMEOUT_S
 from aqd.config import Config
-from aqd.database import Connection
+from aqd.database import Connection, for_listening, is_pooled
 from aqd.errors import DatabaseUnavailable, WorldError
 from aqd.log import get_logger
 from aqd.process import boottime
@@ -91,7 +91,8 @@ class Waiters:
 
     def __init__(self, cfg: Config) -> None:
         database = msgspec.structs.replace(
-            cfg.database, connect_timeout_s=min(cfg.database.connect_timeout_s, CONNECT_TIMEOUT_S)
+            for_listening(cfg.database),
+            connect_timeout_s=min(cfg.database.connect_timeout_s, CONNECT_TIMEOUT_S),
         )
         self.room = cfg.api.threads // 2
         self.stopping = False
@@ -281,7 +282,9 @@ class Waiters:
         self._rhythm = Rhythm(deaf=self._deaf)
         self._ear = Ear(connection.pgconn)
         self._ear.attach()
-        if not self._deaf:
+        if is_pooled(connection):
+            self._refused("a pooler in front of the database delivers no notifications")
+        elif not self._deaf:
             try:
                 connection.execute(waiting.LISTEN)
             except REFUSED:

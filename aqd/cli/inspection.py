@@ -120,6 +120,7 @@ def _check_database(cfg: Any, findings: Findings) -> None:
 
     from aqd import migrate, store
     from aqd.config import mask
+    from aqd.database import check_same_database, for_listening
     from aqd.errors import WorldError
 
     where = mask(cfg.database.url)
@@ -129,6 +130,11 @@ def _check_database(cfg: Any, findings: Findings) -> None:
             findings.add("database", where, "ok", "")
             migrate.check(conn)
             findings.add("schema", "aqd", "ok", "")
+        if cfg.database.listen_url:
+            where = mask(cfg.database.listen_url)
+            with store.connect(for_listening(cfg.database), "aqd check") as conn:
+                check_same_database(cfg.database, conn)
+            findings.add("database", where, "ok", "")
     except (WorldError, psycopg.Error) as error:
         part = "schema" if findings.rows[-1][0] == "database" else "database"
         reason = mask(" ".join(str(error).split()))

@@ -77,7 +77,6 @@ from aqd.store.nodes import (
     NodeState,
     declare_handlers,
     fail_unknown,
-    limit_lock_waits,
     node_gone,
     node_seen,
 )
@@ -161,7 +160,6 @@ __all__ = [
     "is_disconnect",
     "job_facts",
     "job_filter",
-    "limit_lock_waits",
     "limit_queue",
     "list_attempts",
     "list_failed",

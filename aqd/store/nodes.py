@@ -30,11 +30,6 @@ def node_seen(conn: Connection, node: NodeState) -> None:
     )
 
 
-def limit_lock_waits(conn: Connection, seconds: float) -> None:
-    """From now on a statement on this connection that waits longer for a lock fails with 55P03."""
-    run(conn, "set_lock_timeout", value=f"{round(seconds * 1000)}ms")
-
-
 def declare_handlers(conn: Connection, handlers: Iterable[HandlerInfo]) -> None:
     """Say what handlers want for jobs that do not say it themselves: their queue and number of attempts."""
     known = sorted(handlers, key=lambda handler: handler.type)

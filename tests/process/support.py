@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
 from tests.fixtures import processes
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
+from tests.fixtures.postgres import LocalPostgres
 from tests.fixtures.processes import wait_until
 
 
@@ -51,6 +52,23 @@ def backends(jobs: Jobs, duty: str = "") -> list[int]:
         [f"aqd {duty}%"],
     )
     return [row["pid"] for row in rows]
+
+
+def standby_of(
+    primary: LocalPostgres, private_pg: Callable[..., LocalPostgres], **options: str
+) -> LocalPostgres:
+    """A streaming copy of the cluster, in a directory and at a port of its own."""
+    settings = {"hot_standby": "on", "max_connections": "12", "max_wal_senders": "4", **options}
+    copy = private_pg(**settings)
+    copy.stop()
+    for child in sorted(copy.data.rglob("*"), reverse=True):
+        child.rmdir() if child.is_dir() and not child.is_symlink() else child.unlink()
+    arguments = ["-D", str(copy.data), "-R", "-X", "stream", "-c", "fast", "-U", "postgres"]
+    where = ["-h", str(primary.socket_dir), "-p", str(primary.port)]
+    assert copy._spawn(["pg_basebackup", *arguments, *where]).wait(60) == 0, copy.log()
+    copy.password = primary.password
+    copy.start()
+    return copy
 
 
 def cpu_s(pids: Iterable[int]) -> float:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.processes import wait_until
-from tests.process.support import backends, is_gone
+from tests.process.support import backends, is_gone, standby_of
 
 QUICK = {
     "database": {"statement_timeout_s": 0.5},
@@ -286,20 +286,6 @@ def test_idle_connections_that_are_ended_again_and_again(server, start_daemon, s
         jobs.conn.execute("select pg_terminate_backend(%s)", [pid])
     back_to_work(daemon, jobs, dispatcher)
     jobs.close()
-
-
-def standby_of(primary, private_pg):
-    """A streaming copy of the cluster, in a directory and at a port of its own."""
-    copy = private_pg(hot_standby="on", max_connections="12", max_wal_senders="4")
-    copy.stop()
-    for child in sorted(copy.data.rglob("*"), reverse=True):
-        child.rmdir() if child.is_dir() and not child.is_symlink() else child.unlink()
-    arguments = ["-D", str(copy.data), "-R", "-X", "stream", "-c", "fast", "-U", "postgres"]
-    where = ["-h", str(primary.socket_dir), "-p", str(primary.port)]
-    assert copy._spawn(["pg_basebackup", *arguments, *where]).wait(60) == 0, copy.log()
-    copy.password = primary.password
-    copy.start()
-    return copy
 
 
 def test_a_switch_over_to_the_standby(server, private_pg, start_daemon, side):

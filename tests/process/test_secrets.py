@@ -36,6 +36,7 @@ def test_no_secret_reaches_a_worker(start_daemon, jobs, tmp_path, given):
     (tmp_path / "keys.toml").write_text(f'[keys.app]\nsha256 = "{digest}"\nscopes = ["submit"]\n')
     secrets = {
         "database.url": jobs.url,
+        "database.listen_url": jobs.url + ("&" if "?" in jobs.url else "?") + "application_name=listening",
         "api.admin_api_key": "admin-" + KEY,
         "api.keys": f"named:read:{KEY}",
         "api.keys_file": str(tmp_path / "keys.toml"),

@@ -94,6 +94,8 @@ SAMPLES = {
     "api.keys": ("a:read:sixteen-characters", "a:read:sixteen-characters"),
     "api.keys_file": ("/etc/aqd/keys.toml", "/etc/aqd/keys.toml"),
     "api.cors_origins": ("https://a.example, http://[::1]:8080", ["https://a.example", "http://[::1]:8080"]),
+    "database.listen_url": ("postgresql://h/d", "postgresql://h/d"),
+    "database.pooler": ("session", "session"),
     "log.level": ("Error", "error"),
     "log.format": ("json", "json"),
     "daemon.renew_s": ("2.5", 2.5),
@@ -225,6 +227,8 @@ def test_the_default_file_is_optional_but_not_ignored_when_unreadable(tmp_path: 
             '[log]\nlevel = "inof"',
             "log.level = inof: must be one of debug, info, warning, error; did you mean info?",
         ),
+        ('[database]\npooler = "sesion"', "must be one of auto, session, transaction; did you mean session?"),
+        ('[database]\nlisten_url = "host"', "must be postgresql://user@host:port/database"),
         ('[log]\nformat = "xml"', "log.format = xml: must be one of auto, human, json"),
         ("[api]\nport = 65536", "api.port = 65536: must be a whole number between 1 and 65535"),
         ('[api]\nhost = "http://x"', "api.host = http://x: must be an address or a host name"),
@@ -327,6 +331,13 @@ def test_the_database_url_from_a_file(write, tmp_path: Path, name: str) -> None:
     loaded = config.load_with_sources(write(""), {f"{name}_FILE": str(secret)})
     assert loaded.config.database.url == "postgresql://u:pw@h/d"
     assert loaded.source_of("database.url") == f"{name}_FILE"
+
+
+def test_the_url_to_listen_at_may_stand_in_a_file(write, tmp_path: Path) -> None:
+    secret = tmp_path / "url"
+    secret.write_text("postgresql://u:hunter2@h/d\n")
+    loaded = config.load_with_sources(write(""), {"AQD_DATABASE_LISTEN_URL_FILE": str(secret)})
+    assert loaded.config.database.listen_url == "postgresql://u:hunter2@h/d"
 
 
 @pytest.mark.parametrize("name", ["ADMIN_API_KEY_FILE", "AQD_API_ADMIN_API_KEY_FILE"])
@@ -468,6 +479,7 @@ def test_no_secret_is_left_in_what_handlers_get() -> None:
 def test_all_variables_of_secrets_are_known() -> None:
     assert config.secret_variables() >= {
         *("DATABASE_URL", "AQD_DATABASE_URL_FILE", "PGPASSWORD", "AQD_API_KEYS", "AQD_API_KEYS_FILE"),
+        *("AQD_DATABASE_LISTEN_URL", "AQD_DATABASE_LISTEN_URL_FILE"),
         *("ADMIN_API_KEY", "ADMIN_API_KEY_FILE", "AQD_API_ADMIN_API_KEY"),
     }
 
