@@ -111,6 +111,8 @@ def unavailable() -> str | None:
         ("docker", "docker.io"),
         ("docker-compose", "docker-compose"),
         ("iptables", "iptables"),
+        ("ip", "iproute2"),
+        ("curl", "curl"),
     ):
         if shutil.which(program) is None:
             return f"a container engine of our own needs {program} (apt-get install {package})"
@@ -366,7 +368,7 @@ class _Daemon:
                 shutil.copytree(ROOT / name, context / name, ignore=ignored)
             else:
                 shutil.copy(ROOT / name, context / name)
-        shutil.copytree(_wheels(), context / "packaging/wheels")
+        shutil.copytree(wheels(), context / "packaging/wheels")
         arguments = [f"BASE={BASE}", "PIP_NO_INDEX=1", "PIP_FIND_LINKS=/src/packaging/wheels"]
         arguments = [word for each in arguments for word in ("--build-arg", each)]
         self._must(
@@ -393,7 +395,7 @@ class _Daemon:
         self._process = None
 
 
-def _wheels() -> Path:
+def wheels() -> Path:
     """What the Containerfile installs, as this machine's pip fetches it for the tree's Python."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [

@@ -18,7 +18,7 @@ from tests.system.engine import ROOT, Engine
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 # Ten were tried by hand, with docker-compose 1.29 and with the plugin.
-ROUNDS = 3
+ROUNDS = 2
 
 
 class Stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 
 from aqd.errors import Exit
 from tests.fixtures.processes import wait_until
-from tests.system.engine import AQD, POSTGRES, Engine
+from tests.system.engine import AQD, POSTGRES, Engine, wheels
+from tests.system.readme_page import PAGE
 
 # Also the time in which the engine is started and the images are built.
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -130,7 +132,7 @@ def containers(network: Network) -> Iterator[Containers]:
 
 
 def test_what_is_in_the_image(engine: Engine) -> None:
-    """No root, no compiler, no pip of ours, no shell before the daemon, no secret."""
+    """No root, no compiler, no shell before the daemon, no secret."""
     config = engine.state(AQD)["Config"]
     assert config["User"] == "10001:0"
     assert config["Entrypoint"][-1] == "aqd"
@@ -141,7 +143,6 @@ def test_what_is_in_the_image(engine: Engine) -> None:
     assert not [each for each in config["Env"] if "URL" in each or "KEY" in each or "PIP" in each]
     script = """
         id -u; id -gn; aqd --version
-        ls /opt/aqd/bin | grep -c '^pip' || true
         for name in gcc cc make; do command -v $name || true; done
         find /opt /etc/aqd -writable ! -type l; touch /var/lib/aqd/x && echo writable
     """
@@ -149,7 +150,20 @@ def test_what_is_in_the_image(engine: Engine) -> None:
     from aqd import __version__
 
     assert config["Labels"]["org.opencontainers.image.version"] == __version__
-    assert answer == ["10001", "root", f"aqd {__version__}", "0", "writable", ""]
+    assert answer == ["10001", "root", f"aqd {__version__}", "writable", ""]
+
+
+def test_packages_of_plugins(engine: Engine, tmp_path: Path) -> None:
+    """An image derived from ours, as the README has it."""
+    (wheel,) = wheels().glob("defusedxml-*.whl")
+    shutil.copy(wheel, tmp_path)
+    lines = PAGE.block("In containers", "dockerfile", 0).text.replace(
+        "FROM aqd\n", f"FROM {AQD}\nCOPY *.whl /tmp/\n"
+    )
+    (tmp_path / "Dockerfile").write_text(lines.replace("'reportlab>=4'", f"--no-index /tmp/{wheel.name}"))
+    engine.run("build", "--quiet", "--tag=localhost/derived", str(tmp_path))
+    assert "defusedxml" in engine.run("run", "--rm", "localhost/derived", "plugin-env", "list")
+    assert engine.state("localhost/derived")["Config"]["User"] == "10001:0"
 
 
 def test_nothing_usable_is_the_default(engine: Engine) -> None:
@@ -167,7 +181,7 @@ def test_term_at_any_moment_of_the_start(containers: Containers, command: str) -
     """The kernel drops a SIGTERM for which PID 1 has no handler yet: it must wait instead, and end the process with 0."""
     key = {"ADMIN_API_KEY": "k" * 40}
     codes = {}
-    for later_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5):
+    for later_s in (0.0, 0.02, 0.05, 0.1, 0.2, 0.5):
         made = containers.start(command=(command,), env=key)
         time.sleep(later_s)  # the moment that is tried
         codes[later_s] = containers.stop(made)
@@ -185,17 +199,19 @@ def test_commands_end_by_term_too(containers: Containers) -> None:
 
 def test_a_stop_within_the_drain(containers: Containers) -> None:
     """The job ends in peace and the node leaves in order; ``aqd stop`` before it, as a preStop hook, does the same."""
-    for how in ("docker stop", "aqd stop"):
+    witness = containers.serving(env={"AQD_DAEMON_QUEUES": "other"})
+    for hook in (False, True):
         daemon = containers.serving()
         (job,) = containers.submit(daemon, [{"sleep": 3}, {"return": "done"}])
         containers.wait_state(daemon, job, "PROCESSING")
-        if how == "aqd stop":
+        if hook:
             containers.aqd(daemon, "stop", check=False)  # its process is cut off when PID 1 ends
         assert containers.stop(daemon) == 0
-        other = containers.serving()
-        found = containers.job(other, job)
+        found = containers.job(witness, job)
         assert (found["status"], found["attempt"], found["result"]) == ("COMPLETED", 1, "done")
-        assert containers.stop(other) == 0
+        nodes = containers.aqd(witness, "nodes", "list")
+        assert witness[:12] in nodes
+        assert daemon[:12] not in nodes
 
 
 def test_no_zombie_and_no_stranger(containers: Containers) -> None:

@@ -74,6 +74,7 @@ NOT_RUN = {
         "python",
         1,
     ): "a test of somebody's project: tests/system/test_testing_kit.py has such projects",
+    ("In containers", "dockerfile", 0): "built by test_containers.py",
     ("In containers", "sh", 0): "run by test_compose.py, with images of its own",
     ("In containers", "sh", 1): "as test_containers.py runs the image",
     ("On a server", "sh", 4): "looks into the journal of a server: tests/system/test_systemd_journal.py does",
