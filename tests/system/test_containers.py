@@ -11,6 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,10 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 PLUGINS = Path(__file__).parents[1] / "fixtures/plugins"
 # Of "docker stop": whoever needs them was killed (exit code 137).
-STOP_S = 30
+STOP_S = 120
+# Runs until it is released.
+GATE = "/var/lib/aqd/gate"
+HELD = [{"wait_file": GATE}, {"return": "done"}]
 URL = "postgresql://postgres:secret@database/postgres"
 
 
@@ -88,8 +92,12 @@ class Containers:
 
     def stop(self, container: str) -> int:
         """``docker stop``; the exit code, 137 when it had to be killed."""
-        self.engine.run("stop", f"--time={STOP_S}", container)
+        self.engine.run("stop", f"--time={STOP_S}", container, timeout_s=STOP_S + 60)
         return int(self.engine.state(container)["State"]["ExitCode"])
+
+    def release(self, container: str) -> None:
+        """The jobs HELD may end."""
+        self.engine.run("exec", container, "touch", GATE)
 
     def zombies(self, container: str) -> str:
         table = self.engine.run("exec", container, "ps", "-e", "-o", "stat=,ppid=,args=")
@@ -155,14 +163,14 @@ def test_what_is_in_the_image(engine: Engine) -> None:
 
 def test_packages_of_plugins(engine: Engine, tmp_path: Path) -> None:
     """An image derived from ours, as the README has it."""
-    (wheel,) = wheels().glob("defusedxml-*.whl")
+    (wheel,) = wheels().glob("pathspec-*.whl")
     shutil.copy(wheel, tmp_path)
     lines = PAGE.block("In containers", "dockerfile", 0).text.replace(
         "FROM aqd\n", f"FROM {AQD}\nCOPY *.whl /tmp/\n"
     )
     (tmp_path / "Dockerfile").write_text(lines.replace("'reportlab>=4'", f"--no-index /tmp/{wheel.name}"))
     engine.run("build", "--quiet", "--tag=localhost/derived", str(tmp_path))
-    assert "defusedxml" in engine.run("run", "--rm", "localhost/derived", "plugin-env", "list")
+    assert "pathspec" in engine.run("run", "--rm", "localhost/derived", "plugin-env", "list")
     assert engine.state("localhost/derived")["Config"]["User"] == "10001:0"
 
 
@@ -197,21 +205,27 @@ def test_commands_end_by_term_too(containers: Containers) -> None:
     containers.aqd(daemon, "jobs", "cancel", "--wait", "30", job)
 
 
-def test_a_stop_within_the_drain(containers: Containers) -> None:
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_stop_within_the_drain(containers: Containers, hook: bool) -> None:
     """The job ends in peace and the node leaves in order; ``aqd stop`` before it, as a preStop hook, does the same."""
     witness = containers.serving(env={"AQD_DAEMON_QUEUES": "other"})
-    for hook in (False, True):
-        daemon = containers.serving()
-        (job,) = containers.submit(daemon, [{"sleep": 3}, {"return": "done"}])
-        containers.wait_state(daemon, job, "PROCESSING")
-        if hook:
-            containers.aqd(daemon, "stop", check=False)  # its process is cut off when PID 1 ends
-        assert containers.stop(daemon) == 0
-        found = containers.job(witness, job)
-        assert (found["status"], found["attempt"], found["result"]) == ("COMPLETED", 1, "done")
-        nodes = containers.aqd(witness, "nodes", "list")
-        assert witness[:12] in nodes
-        assert daemon[:12] not in nodes
+    daemon = containers.serving(env={"AQD_DAEMON_DRAIN_S": "100"})
+    (job,) = containers.submit(daemon, HELD)
+    containers.wait_state(daemon, job, "PROCESSING")
+    with ThreadPoolExecutor(1) as executor:
+        if hook:  # its process is cut off when PID 1 ends
+            stopping: Future[Any] = executor.submit(containers.aqd, daemon, "stop", check=False)
+        else:
+            stopping = executor.submit(containers.stop, daemon)
+        wait_until(lambda: "drain begins" in containers.engine.run("logs", daemon), 60, "a drain")
+        containers.release(daemon)
+        stopping.result()
+    assert containers.stop(daemon) == 0
+    found = containers.job(witness, job)
+    assert (found["status"], found["attempt"], found["result"]) == ("COMPLETED", 1, "done")
+    nodes = containers.aqd(witness, "nodes", "list")
+    assert witness[:12] in nodes
+    assert daemon[:12] not in nodes
 
 
 def test_no_zombie_and_no_stranger(containers: Containers) -> None:
@@ -255,14 +269,17 @@ def test_memory_for_one_job_too_many(containers: Containers) -> None:
     """At the container's limit the kernel kills the job that wants too much; master and siblings go on."""
     daemon = containers.serving("--memory=300m", "--memory-swap=300m")
     before = json.loads(containers.aqd(daemon, "status", "--json"))
-    (calm,) = containers.submit(daemon, [{"sleep": 8}, {"return": "calm"}])
+    (calm,) = containers.submit(daemon, HELD)
     containers.wait_state(daemon, calm, "PROCESSING")
     greedy = {"attempts": [{"alloc": 2000}, {"return": "second"}]}
     (killed,) = containers.submit(daemon, greedy)
-    containers.aqd(daemon, "jobs", "wait", "--timeout=90", calm, killed)
+    containers.aqd(daemon, "jobs", "wait", "--timeout=90", killed)
+    assert containers.job(daemon, calm)["status"] == "PROCESSING"
+    containers.release(daemon)
+    containers.aqd(daemon, "jobs", "wait", "--timeout=90", calm)
     found = containers.job(daemon, killed)
     assert (found["attempt"], found["result"]) == (2, "second")
-    assert (containers.job(daemon, calm)["attempt"], containers.job(daemon, calm)["result"]) == (1, "calm")
+    assert (containers.job(daemon, calm)["attempt"], containers.job(daemon, calm)["result"]) == (1, "done")
     after = json.loads(containers.aqd(daemon, "status", "--json"))
     assert after["started_at"] == before["started_at"]
     assert sum(after["restarts"].values()) == 1
