@@ -252,6 +252,11 @@ class Keeper:
                 define(conn, "detach_partition", partition=partition)
             elif stage == "pending":
                 define(conn, "finish_detach", partition=partition)
+            elif stage == "foreign":
+                days = self._cfg.keeper.history_days
+                run(conn, "drop_foreign_partition", partition=partition, history_days=days)
+                log.info("history partition dropped", partition=partition)
+                return
             define(conn, "drop_partition", partition=partition)
 
     def _drop_at_once(self, conn: Connection, partition: str, stage: str) -> None:

@@ -7,7 +7,8 @@ connection for good. Migrations are ``sql/migrations/NNNN_name.sql``, each with 
 Promises: all pending files are applied in *one* transaction under an advisory lock that ends with it, so
 that any number of starters may race on an empty database and a kill at any moment leaves the old
 schema or the new one. The bookkeeping table is made inside the lock too, because ``if not exists`` is not
-safe against a second session. Applied files never change: checksums are compared. While a long transaction (a
+safe against a second session. Applied files never change: checksums are compared. What is made belongs to the
+schema's owner, whoever of its members migrates. A breaking migration is not applied under living nodes. While a long transaction (a
 dump) is in the way, running nodes are held up for a second or two at a time, not until it ends.
 
 Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files, or something of the application's
@@ -24,7 +25,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import psycopg
 
-from aqd.database import ADVISORY_CLASS, ADVISORY_MIGRATION, Connection, run
+from aqd.database import ADVISORY_CLASS, ADVISORY_MIGRATION, Connection, run, text_array
 from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch
 from aqd.paths import data_dir
 
@@ -34,6 +35,9 @@ LOCK_WAIT_S: Final = 60
 # a stretch that must cost no running node a lease. In the pauses the nodes go on.
 TABLE_WAIT_S: Final = 1.0
 TABLE_PAUSE_S: Final = 1.0
+
+# Without a sign of life for so long a node counts as gone (the default of keeper.node_ttl_s).
+NODE_TTL_S: Final = 30.0
 
 R = TypeVar("R")
 
@@ -122,11 +126,18 @@ def load_files(directory: Path | None = None) -> list[Migration]:
 
 
 def status(conn: Connection, directory: Path | None = None) -> SchemaStatus:
-    """Compare the database with the shipped files. Changes nothing."""
+    """Compare the database with the shipped files. Changes nothing. Raises :class:`SchemaMismatch` for a role that
+    may not look."""
     files = load_files(directory)
     applied: list[Applied] = []
-    if run(conn, "has_migrations")[0][0]:
-        applied = [Applied(*row) for row in run(conn, "list_migrations")]
+    try:
+        if run(conn, "has_migrations")[0][0]:
+            applied = [Applied(*row) for row in run(conn, "list_migrations")]
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SchemaMismatch(
+            f"this role may not use the schema of aqd ({error.diag.message_primary}): make it a member of the role "
+            "of its duty, see 'aqd db roles'"
+        ) from error
     return _compare(files, applied)
 
 
@@ -142,24 +153,34 @@ def migrate(conn: Connection, directory: Path | None = None) -> list[Migration]:
     """Apply what is pending and return it (an empty list if nothing was).
 
     ``conn`` must be idle and in autocommit. Raises :class:`SchemaMismatch` for a database that this
-    aqd does not understand, and leaves it untouched.
+    aqd does not understand, for a role that may not change it, and for a breaking migration while nodes live; the
+    database is then untouched.
     """
     files = load_files(directory)
-    return _locked(conn, lambda: _apply(conn, files))
+    found = status(conn, directory)
+    if found.applied and not found.pending and found.problem is None:
+        return []  # no right but to look is needed, and nobody is waited for
+    return locked(conn, lambda: _apply(conn, files))
 
 
 def reset(conn: Connection, directory: Path | None = None) -> None:
-    """Drop everything of aqd, jobs included, and set the schema up anew, in one transaction."""
+    """Drop everything of aqd, jobs included, and set the schema up anew, in one transaction. Roles keep their duties."""
     files = load_files(directory)
 
     def again() -> None:
+        _become_owner(conn)
+        noted = run(conn, "list_roles") if run(conn, "has_roles")[0][0] else []
         run(conn, "drop_schema")
         _apply(conn, files)
+        if noted:
+            duties, roles = zip(*noted, strict=True)
+            run(conn, "note_roles", duties=text_array(duties), roles=text_array(roles))
+            run(conn, "grant_rights")
 
-    _locked(conn, again)
+    locked(conn, again)
 
 
-def _locked(conn: Connection, work: Callable[[], R]) -> R:
+def locked(conn: Connection, work: Callable[[], R]) -> R:
     """``work()`` in a transaction that only one migrator can be in."""
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
@@ -170,6 +191,11 @@ def _locked(conn: Connection, work: Callable[[], R]) -> R:
                 run(conn, "lock_migrations", **{"class": ADVISORY_CLASS, "what": ADVISORY_MIGRATION})
                 run(conn, "limit_migration", lock_timeout=f"{round(TABLE_WAIT_S * 1000)}ms")
                 return work()
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise SchemaMismatch(
+                f"this role may not change the schema ({error.diag.message_primary}): run 'aqd db migrate' as a role "
+                "that may"
+            ) from error
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
             if time.monotonic() + TABLE_PAUSE_S >= deadline:
                 raise DatabaseUnavailable(
@@ -179,12 +205,25 @@ def _locked(conn: Connection, work: Callable[[], R]) -> R:
         time.sleep(TABLE_PAUSE_S)
 
 
+def _become_owner(conn: Connection) -> bool:
+    """Act as the schema's owner until the end of the transaction; whether there is a schema."""
+    exists, owner, ours = run(conn, "become_owner")[0]
+    if not ours:
+        raise SchemaMismatch(
+            f"the schema aqd belongs to the role {owner}, and only its members may change it: run 'aqd db migrate' as "
+            "one of them"
+        )
+    return bool(exists)
+
+
 def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:
-    run(conn, "create_migrations_schema")
+    if not _become_owner(conn):
+        run(conn, "create_migrations_schema")
     run(conn, "create_migrations")
     found = _compare(files, [Applied(*row) for row in run(conn, "list_migrations")])
     if found.problem is not None and (found.changed or found.unknown):
         raise SchemaMismatch(found.problem)
+    _refuse_breaking(conn, found)
     for migration in found.pending:
         try:
             conn.execute(migration.text.encode())
@@ -203,7 +242,22 @@ def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:
             kind=migration.kind,
             checksum=migration.checksum,
         )
+    if run(conn, "has_roles")[0][0]:
+        run(conn, "grant_rights")  # also to what is new
     return found.pending
+
+
+def _refuse_breaking(conn: Connection, found: SchemaStatus) -> None:
+    """Nodes that are at work would not know what has become of their tables."""
+    breaking = [each for each in found.pending if each.kind == "breaking"]
+    if not breaking or not found.applied:
+        return
+    if nodes := run(conn, "live_nodes", ttl_s=NODE_TTL_S):
+        raise SchemaMismatch(
+            f"migration {breaking[0].version} ({breaking[0].name}) is breaking, and nodes of the version before are at "
+            f"work: stop them first ({', '.join(f'{name}, aqd {version}' for name, version in nodes)}); one that was "
+            f"killed counts as gone after {NODE_TTL_S:g} s"
+        )
 
 
 def _compare(files: list[Migration], applied: list[Applied]) -> SchemaStatus:

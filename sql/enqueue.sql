@@ -19,42 +19,22 @@ from (select coalesce(:queue::text, (select h.queue from aqd.handlers h where h.
           as queue) as q
 
 -- name: enqueue_keyed :one
--- Under an idempotency key, for a request that is checked already. One statement: what the job is now is the
+-- Under an idempotency key (migration 0006). One statement: what the job is now is the
 -- function's answer too, so that nothing can fail between the change and the look at it.
 -- Index: primary key of idempotency_keys; of jobs for the job that was there already.
 select k.id, k.state, k.due_at, k.made_at, k.goes_to, k.outcome, k.differs
-from aqd.enqueue_keyed(:type::text, aqd.fitting('payload', :payload::text::jsonb, 67108864), :queue::text, :priority::integer, :run_at::timestamptz,
-                       :delay_s::double precision, :max_attempts::integer, :timeout_s::double precision,
-                       :tags::text[], aqd.fitting('meta', :meta::text::jsonb, 65536), :idempotency_key::text,
-                       :on_conflict::text, :ttl_hours::double precision, :scope::text) as k
+from aqd.submit_keyed(:type::text, :payload::text::jsonb, :queue::text, :priority::integer, :run_at::timestamptz,
+                      :delay_s::double precision, :max_attempts::integer, :timeout_s::double precision,
+                      :tags::text[], :meta::text::jsonb, :idempotency_key::text, :on_conflict::text,
+                      :ttl_hours::double precision, :scope::text) as k
 
 -- name: enqueue_many :many
--- Many checked requests without keys, in their order; answers in the order of ids, which is the same one. Bounds and
--- names were checked by aqd.job with the figures of aqd.enqueue: a call of that for each row costs ten times as
--- much (152 us a job; this one 13). tags and meta are texts, because arrays of arrays are not ragged. How long JSON is
--- as PostgreSQL writes it only PostgreSQL knows; a payload grows at most 2,100 times (0e-16383).
+-- Many requests without keys, in their order (migration 0006); answers in the order of ids, which is the same one.
 -- Index: primary key of handlers; inserts into the primary key and jobs_ready.
-with made as (
-    insert into aqd.jobs (type, payload, queue, priority, run_at, max_attempts, timeout_s, tags, meta)
-    select g.type,
-           case when octet_length(g.payload) <= 30000 then g.payload::jsonb
-                else aqd.fitting('payload', g.payload::jsonb, 67108864) end,
-           coalesce(g.queue, h.queue, 'default'), g.priority::smallint,
-           greatest(coalesce(g.run_at, now() + g.delay_s * interval '1 second'), now()),
-           g.max_attempts, g.timeout_s, g.tags::text[],
-           aqd.fitting('meta', g.meta::jsonb, 65536)
-    from unnest(:types::text[], :payloads::text[], :queues::text[], :priorities::integer[],
-                :run_ats::timestamptz[], :delays_s::double precision[], :max_attempts::integer[],
-                :timeouts_s::double precision[], :tags::text[], :metas::text[]) with ordinality
-        as g(type, payload, queue, priority, run_at, delay_s, max_attempts, timeout_s, tags, meta, place)
-    left join aqd.handlers h on h.type = g.type
-    order by g.place
-    returning id, state, run_at, created_at, queue
-), told as (
-    select aqd.wake() where exists (select from made m where m.run_at <= now())
-)
 select m.id, m.state, m.run_at, m.created_at, m.queue, 'created' as outcome
-from made m left join told on true
+from aqd.submit_many(:types::text[], :payloads::text[], :queues::text[], :priorities::integer[],
+                     :run_ats::timestamptz[], :delays_s::double precision[], :max_attempts::integer[],
+                     :timeouts_s::double precision[], :tags::text[], :metas::text[]) as m
 order by m.id
 
 -- name: enqueue_many_keyed :many
@@ -73,10 +53,9 @@ cross join unnest(:types::text[], :payloads::text[], :queues::text[], :prioritie
             :keys::text[], :on_conflicts::text[]) with ordinality
     as g(type, payload, queue, priority, run_at, delay_s, max_attempts, timeout_s, tags, meta, key, on_conflict,
          place)
-cross join lateral aqd.enqueue_keyed(
-    g.type, aqd.fitting('payload', g.payload::jsonb, 67108864), g.queue, g.priority, g.run_at, g.delay_s,
-    g.max_attempts, g.timeout_s, g.tags::text[], aqd.fitting('meta', g.meta::jsonb, 65536), g.key, g.on_conflict,
-    :ttl_hours::double precision, case when held.jobs >= 0 then :scope::text end) as k
+cross join lateral aqd.submit_keyed(
+    g.type, g.payload::jsonb, g.queue, g.priority, g.run_at, g.delay_s, g.max_attempts, g.timeout_s, g.tags::text[],
+    g.meta::jsonb, g.key, g.on_conflict, :ttl_hours::double precision, case when held.jobs >= 0 then :scope::text end) as k
 order by g.place
 
 -- name: limit_lock_wait :exec

@@ -125,10 +125,11 @@ where to_regclass('aqd.job_history_' || to_char(d.day, 'YYYYMMDD')) is null
 
 -- name: expired_partitions :many
 -- Partitions of days that retention has passed, with what is left to do: attached, pending (a
--- detach was cut short), detached (only to be dropped).
+-- detach was cut short), detached (only to be dropped); foreign, if it is the owner's and we are not he.
 -- Index: none; catalogue only.
 select c.relname::text,
-       case when i.inhrelid is null then 'detached' when i.inhdetachpending then 'pending' else 'attached' end
+       case when not pg_has_role(c.relowner, 'USAGE') then 'foreign'
+            when i.inhrelid is null then 'detached' when i.inhdetachpending then 'pending' else 'attached' end
 from pg_class c
 join pg_namespace n on n.oid = c.relnamespace and n.nspname = 'aqd'
 left join pg_inherits i on i.inhrelid = c.oid and i.inhparent = 'aqd.job_history'::regclass
@@ -158,6 +159,11 @@ alter table aqd.job_history detach partition aqd.{partition} finalize
 -- name: drop_partition :ddl
 -- Only once it is detached: a DROP of an attached partition locks the parent exclusively.
 drop table if exists aqd.{partition}
+
+-- name: drop_foreign_partition :one
+-- With the owner's rights (migration 0006).
+-- Index: none; catalogue only.
+select aqd.drop_history_partition(to_date(right(:partition::text, 8), 'YYYYMMDD'), :history_days::integer)
 
 -- name: set_lock_timeout :exec
 -- Around detaching, which must not queue behind a long reader for ever.
@@ -222,7 +228,10 @@ delete from aqd.idempotency_keys k where k.ctid = any(array(select o.place from 
 -- name: dead_tuples :one
 -- Whether aqd.jobs wants a vacuum, and whether we may run one.
 -- Index: none; statistics only.
-select s.n_dead_tup, pg_has_role(c.relowner, 'USAGE')
+select s.n_dead_tup,
+       pg_has_role(c.relowner, 'USAGE')
+       or case when current_setting('server_version_num')::integer >= 170000
+               then has_table_privilege(c.oid, 'MAINTAIN') else false end
 from pg_stat_user_tables s join pg_class c on c.oid = s.relid
 where s.relid = 'aqd.jobs'::regclass
 

@@ -8,9 +8,30 @@ select pg_advisory_xact_lock(:class::integer, :what::integer)
 -- A bound on waiting for the lock above, then for tables; no bound on the work itself, which may be long.
 select set_config('lock_timeout', :lock_timeout::text, true), set_config('statement_timeout', '0', true)
 
+-- name: become_owner :one
+-- For the transaction, so that what is made belongs to the schema's owner, whichever of its members (or a superuser)
+-- migrates. Always one row: whether there is a schema, its owner, and whether we are he now.
+-- Index: none; catalogue only.
+select o.name is not null, o.name,
+       case when o.name is null then true
+            when pg_has_role(o.name, case when current_setting('server_version_num')::integer >= 160000
+                                          then 'SET' else 'MEMBER' end)
+                then set_config('role', o.name, true) is not null
+            else false end
+from (select true) as always
+left join (select pg_get_userbyid(n.nspowner)::text as name from pg_namespace n where n.nspname = 'aqd') as o on true
+
 -- name: create_migrations_schema :exec
 -- Only under the lock: "if not exists" is not safe against a second session.
 create schema if not exists aqd
+
+-- name: live_nodes :many
+-- Who has given a sign of life lately; each that ends in good order takes its row along.
+-- Index: none, a handful of rows.
+select n.name, n.version
+from aqd.nodes n
+where n.seen_at > now() - :ttl_s::double precision * interval '1 second'
+order by n.name
 
 -- name: create_migrations :exec
 -- Only under the lock.
@@ -25,6 +46,10 @@ create table if not exists aqd.migrations (
 -- name: has_migrations :one
 -- Index: none; catalogue only.
 select to_regclass('aqd.migrations') is not null
+
+-- name: has_roles :one
+-- Index: none; catalogue only.
+select to_regclass('aqd.roles') is not null
 
 -- name: list_migrations :many
 -- Index: primary key.

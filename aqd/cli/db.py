@@ -1,4 +1,4 @@
-"""``aqd db migrate``, ``status``, ``reset``, and ``aqd demo``."""
+"""``aqd db migrate``, ``status``, ``roles``, ``reset``, and ``aqd demo``."""
 
 import os
 from typing import TYPE_CHECKING
@@ -67,6 +67,29 @@ def status_command(app: App, as_json: bool) -> int:
         )
         click.echo(status.problem or f"the schema is at version {status.current}, as this aqd needs it")
     return Exit.OK if status.problem is None else Exit.DATABASE
+
+
+@db_command.command("roles")
+@click.option("--prefix", default="aqd", show_default=True, help="What the names of the roles begin with.")
+@click.option("--sql", "only_sql", is_flag=True, help="Only print what a superuser must run for it.")
+@click.pass_obj
+def roles_command(app: App, prefix: str, only_sql: bool) -> None:
+    """Make a role for each duty and give it its rights; safe to repeat.
+
+    PREFIX_owner owns the schema and migrates; PREFIX_daemon, PREFIX_api and PREFIX_submit may do what daemons, the API,
+    and applications that only submit need, and nothing else. They are groups: make users members of them.
+    """
+    from aqd import roles
+
+    with connect(app) as conn:
+        if only_sql:
+            for line in roles.script(conn, prefix):
+                click.echo(line)
+            return
+        made = roles.set_up(conn, prefix)
+    for role in made.roles.values():
+        click.echo(f"{role}: {'created' if role in made.created else 'was there'}")
+    click.echo(f"the schema belongs to {made.roles['owner']}, the others have their rights")
 
 
 @db_command.command("reset")

@@ -167,9 +167,11 @@ def test_who_may_submit_is_kept(conn: database.Connection) -> None:
             conn.execute(f"drop owned by {role}; drop role {role}".encode())
 
 
-def test_nobody_is_kept_from_submitting(conn: database.Connection) -> None:
+def test_who_may_insert_may_submit(conn: database.Connection) -> None:
+    """Where nobody has said who may: it needed the right to INSERT before, and the function had its caller's."""
     migrate.migrate(conn)
-    assert conn.execute("select proacl from pg_proc where oid = 'aqd.enqueue'::regproc").fetchone() == (None,)
+    may = "select r.rolname from pg_roles r where has_function_privilege(r.oid, 'aqd.enqueue'::regproc, 'execute')"
+    assert {row[0] for row in conn.execute(f"{may} and not r.rolsuper".encode())} == {"pg_write_all_data"}
 
 
 def test_what_depends_on_the_function_is_named(conn: database.Connection) -> None:

@@ -1,0 +1,126 @@
+"""The rule by which nodes of two versions share a database: migrations that say online, and those that say breaking."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from aqd import migrate, store
+from aqd.config import Database
+from aqd.errors import SchemaMismatch
+from aqd.paths import data_dir
+from tests.fixtures.processes import wait_until
+from tests.sql.test_migrate import NEWEST, further
+
+SHIPPED = sorted((data_dir("sql") / "migrations").glob("*.sql"))
+
+# What squawk finds and we know better, everywhere:
+EXCLUDED = {
+    "require-lock-timeout": "aqd/migrate.py sets one, and tries again",
+    "require-statement-timeout": "a migration may take its time; what waits for locks is bounded",
+    "prefer-robust-stmts": "all are one transaction, so none runs twice",
+    "prefer-bigint-over-int": "attempts, counters and seconds, not keys",
+    "prefer-bigint-over-smallint": "priorities are between -100 and 100",
+}
+# And in files that were applied somewhere, so that they cannot change any more; with how often.
+KNOWN = {
+    # Measured there: everybody who writes jobs waits for 1.2 s with a million of them.
+    ("0003_applications.sql", "require-concurrent-index-creation"): 5,
+    # On aqd.queues, a handful of rows.
+    ("0003_applications.sql", "constraint-missing-not-valid"): 1,
+}
+
+
+@pytest.mark.skipif(shutil.which("squawk") is None, reason="squawk is not there: pip install squawk-cli")
+def test_squawk_finds_nothing_new() -> None:
+    done = subprocess.run(
+        [
+            *("squawk", "--pg-version", "14.0", "--assume-in-transaction", "--reporter", "gcc"),
+            *("--exclude", ",".join(EXCLUDED)),
+            *map(str, SHIPPED),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    found: dict[tuple[str, str], int] = {}
+    for line in done.stdout.splitlines():
+        place, _, rest = line.partition(" ")
+        name = Path(place.split(":")[0]).name
+        rule = rest.split()[1]
+        found[name, rule] = found.get((name, rule), 0) + 1
+    assert found == KNOWN, done.stdout + done.stderr
+
+
+def test_a_node_goes_on_under_a_newer_schema(
+    start_daemon: Callable[..., Any], jobs: Any, database_url: str, tmp_path: Path
+) -> None:
+    """Online: while it runs, after a restart, and it does not try to migrate back."""
+    daemon = start_daemon()
+    with store.connect(Database(url=database_url), "test") as conn:
+        newer = further(tmp_path, "-- aqd: online\nalter table aqd.jobs add column colour text;")
+        assert len(migrate.migrate(conn, newer)) == 1
+    jobs.wait(jobs.add(), "COMPLETED")
+    daemon.stop()
+    daemon.start()
+    jobs.wait(jobs.add(), "COMPLETED")
+    assert daemon.aqd("db", "migrate").returncode == 0
+    assert daemon.aqd("db", "status").returncode == 0
+
+
+def test_a_breaking_one_waits_for_the_nodes_and_then_keeps_them_out(
+    start_daemon: Callable[..., Any], jobs: Any, database_url: str, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    url = Database(url=database_url)
+    newer = further(tmp_path, "-- aqd: breaking\nalter table aqd.jobs rename column attempt to tries;")
+    wait_until(lambda: jobs.conn.execute("select count(*) as n from aqd.nodes").fetchone()["n"] == 1)
+    with store.connect(url, "test") as conn:
+        told = rf"migration {NEWEST + 1} \(more_{NEWEST + 1}\) is breaking.*stop them first \(node0, aqd "
+        with pytest.raises(SchemaMismatch, match=told):
+            migrate.migrate(conn, newer)
+        jobs.wait(jobs.add(), "COMPLETED")
+        daemon.stop()
+        assert len(migrate.migrate(conn, newer)) == 1
+        told = f"is at version {NEWEST + 1}, this aqd knows up to {NEWEST}: upgrade aqd"
+        for command in (("db", "migrate"), ("db", "status"), ("check",)):
+            done = daemon.aqd(*command)
+            assert done.returncode == 4, done
+            assert told in done.stdout + done.stderr
+            assert "Traceback" not in done.stderr
+        daemon.start(wait=False)
+        daemon.wait_for(lambda line: told in line.get("error", ""))
+        conn.execute("alter table aqd.jobs rename column tries to attempt")
+        conn.execute("delete from aqd.migrations where version = %s", [NEWEST + 1])
+        daemon.wait_state("running", 30)
+
+
+def test_a_killed_node_counts_as_gone_after_a_while(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = further(tmp_path, "-- aqd: breaking\nselect 1;")
+    with store.connect(Database(url=database_url), "test") as conn:
+        seen = "insert into aqd.nodes values ('n', 'old', now(), now() - %s * interval '1 second', 1, 1, 1, '0', 'running', '{}')"
+        conn.execute(seen.encode(), [migrate.NODE_TTL_S - 5])
+        with pytest.raises(SchemaMismatch, match="stop them first"):
+            migrate.migrate(conn, newer)
+        monkeypatch.setattr(migrate, "NODE_TTL_S", migrate.NODE_TTL_S - 10)
+        assert len(migrate.migrate(conn, newer)) == 1
+
+
+def test_nobody_is_waited_for_where_nothing_is_pending(database_url: str) -> None:
+    """Every start of a daemon asks; it needs no lock then."""
+    with psycopg.connect(database_url) as other, store.connect(Database(url=database_url), "test") as conn:
+        other.execute(
+            "select pg_advisory_xact_lock(%s, %s)",
+            [migrate.ADVISORY_CLASS, migrate.ADVISORY_MIGRATION],
+        )
+        conn.execute("set statement_timeout = '2s'")
+        assert migrate.migrate(conn) == []
