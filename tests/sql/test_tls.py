@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def certificate(folder: Path, name: str, subject: str, extension: str) -> None:
 
 
 @pytest.fixture
-def certificates(open_dir: Path) -> Iterator[Path]:
+def certificates(open_dir: Path) -> Path:
     """Two authorities, ``ours`` and ``other``; ``server`` and ``client`` are of ours."""
     authority(open_dir, "ours")
     authority(open_dir, "other")
@@ -58,7 +58,7 @@ def certificates(open_dir: Path) -> Iterator[Path]:
         "local all all trust\nhostssl all all 127.0.0.1/32 cert\nhostssl all all ::1/128 cert\n"
     )
     (open_dir / "hba.conf").chmod(0o644)
-    yield open_dir
+    return open_dir
 
 
 def test_certificates_are_checked(

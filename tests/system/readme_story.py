@@ -20,7 +20,7 @@ import pypdf
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from aqd import admin, client, config, job, store
+from aqd import client, config
 from aqd.store import EnqueuedJob
 from tests.fixtures import processes
 from tests.fixtures.daemon import Daemon
@@ -412,7 +412,7 @@ def the_small_role(world: World, _output: str) -> None:
         (job,) = conn.execute("select aqd.enqueue('greet', '{\"name\": \"role\"}', tags => '{a}')").fetchone()  # type: ignore[misc]
         world.jobs.wait(job, "COMPLETED")
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            conn.execute("select aqd.enqueue('greet', idempotency_key => 'role')")
+            conn.execute("insert into aqd.jobs (type, run_at) values ('greet', now())")
 
 
 @check("SQL", 2, "sql")
@@ -493,29 +493,3 @@ def the_hooks(world: World, _output: str) -> None:
 @check("Handlers")
 def the_allowed_program(world: World, output: str) -> None:
     assert world.jobs.wait(int(output), "COMPLETED")["result"]["stdout"] == "hello\n"
-
-
-@check("On a server", 0, "sql")
-def the_role_of_the_api(world: World, _output: str) -> None:
-    """Its statements, by the functions that the API calls."""
-    failed = world.jobs.conn.execute("select id from aqd.jobs where state = 'FAILED' order by id").fetchall()
-    first, second = failed[0]["id"], failed[1]["id"]
-    with psycopg.connect(world.database_url, autocommit=True) as conn:
-        conn.execute(f"set role {world.roles[-1]}")
-        made = store.enqueue(conn, job.validate("noop", idempotency_key="api", tags=["api"]))
-        assert client.wait(conn, made.id, 60).state == "COMPLETED"
-        assert store.get_attempts(conn, first)
-        assert store.list_jobs(conn).jobs
-        assert store.list_failed(conn).records
-        assert store.group_failed(conn, limit=5, by_type=True, by_error=True).groups
-        assert store.health(conn, 30.0).problem is None
-        assert store.retry_job(conn, first).state == "QUEUED"
-        assert admin.discard(conn, second, "because") == "CANCELLED"
-        later = store.enqueue(conn, job.validate("noop", delay_s=3600))
-        assert admin.update(conn, later.id, priority=5).priority == 5
-        assert store.cancel_job(conn, later.id).state == "CANCELLED"
-        assert store.cancel_job(conn, made.id).state == "COMPLETED"
-        assert admin.delete_many(conn, [made.id, second, later.id]).changed == 3
-        assert admin.pause(conn, "unheard").paused
-        assert not admin.resume(conn, "unheard").paused
-        assert store.figures.list_queues(conn)

@@ -78,6 +78,8 @@ NOT_RUN = {
     ("In containers", "sh", 0): "run by test_compose.py, with images of its own",
     ("In containers", "sh", 1): "as test_containers.py runs the image",
     ("On a server", "sh", 4): "looks into the journal of a server: tests/system/test_systemd_journal.py does",
+    ("Roles", "sh", 0): "makes roles of the whole server: tests/sql/test_roles.py",
+    ("Backup and restore", "sh", 0): "needs another database: tests/sql/test_backup.py",
     ("On a server", "ini", 0): "a drop-in of systemd; its variable is looked for below",
     ("Beside other queues", "sh", 0): "installs other projects and takes ten minutes",
     ("Working on the code", "sh", 0): "runs this suite; the files are looked for below",
