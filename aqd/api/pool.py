@@ -173,6 +173,7 @@ class Pool:
         """Before it is handed out. An idle connection has nothing to say: if it is readable, it is the
         server's farewell. That costs 1 µs; a round trip is spent only after a longer idle time."""
         if database.became_read_only(conn):
+            conn.close()  # the pool would take it back
             raise psycopg.OperationalError("the server has become read-only")
         poll = select.poll()
         poll.register(conn.fileno(), select.POLLIN)
