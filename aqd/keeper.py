@@ -233,35 +233,48 @@ class Keeper:
         expired = run(conn, "expired_partitions", history_days=self._cfg.keeper.history_days, limit=100)
         if not expired:
             return False
-        if is_pooled(conn):  # a limit for the session would be left in somebody else's
+        refused: psycopg.Error | None = None
+        with self._lock_waits_limited(conn):
             for partition, stage in expired:
-                self._drop_at_once(conn, partition, stage)
-            return False
+                try:
+                    with self._dropping(partition):
+                        self._drop_partition(conn, partition, stage)
+                except psycopg.Error as error:
+                    if is_disconnect(error, conn):
+                        raise
+                    refused = error
+        if refused is not None:  # the others are gone
+            raise refused
+        return False
+
+    @contextlib.contextmanager
+    def _lock_waits_limited(self, conn: Connection) -> Iterator[None]:
+        if is_pooled(conn):  # a limit for the session would be left in somebody else's
+            yield
+            return
         run(conn, "set_lock_timeout", value=DETACH_WAIT)
         try:
-            for partition, stage in expired:
-                self._drop_partition(conn, partition, stage)
+            yield
         finally:
             if not conn.closed:
                 run(conn, "set_lock_timeout", value="0")
-        return False
 
     def _drop_partition(self, conn: Connection, partition: str, stage: str) -> None:
-        with self._dropping(partition):
+        if stage == "foreign":
+            days = self._cfg.keeper.history_days
+            run(conn, "drop_foreign_partition", partition=partition, history_days=days)
+        elif is_pooled(conn):
+            self._drop_at_once(conn, partition, stage)
+        else:
             if stage == "attached":
                 define(conn, "detach_partition", partition=partition)
             elif stage == "pending":
                 define(conn, "finish_detach", partition=partition)
-            elif stage == "foreign":
-                days = self._cfg.keeper.history_days
-                run(conn, "drop_foreign_partition", partition=partition, history_days=days)
-                log.info("history partition dropped", partition=partition)
-                return
             define(conn, "drop_partition", partition=partition)
 
     def _drop_at_once(self, conn: Connection, partition: str, stage: str) -> None:
         """The same in one transaction."""
-        with self._dropping(partition), conn.transaction():
+        with conn.transaction():
             run(conn, "limit_lock_waits", value=DETACH_AT_ONCE_WAIT)
             if stage == "attached":
                 define(conn, "detach_partition_at_once", partition=partition)

@@ -277,6 +277,23 @@ def test_detached_leftover_is_dropped(conn: database.Connection, queue: Queue) -
     assert name not in partitions(queue)
 
 
+def test_a_partition_that_cannot_be_dropped_does_not_keep_the_others(
+    conn: database.Connection, queue: Queue, lines: Lines
+) -> None:
+    """Somebody's view is on the oldest."""
+    for days in (30, 20):
+        old_history(conn, queue, days)
+    oldest, younger = partitions(queue)[:2]
+    queue.conn.execute(f"create view public.kept as select id from aqd.{oldest}")
+    Rounds(conn, made()).step()
+    assert oldest in partitions(queue)
+    assert younger not in partitions(queue)
+    (complaint,) = [line for line in lines() if line["event"] == "duty failed"]
+    assert complaint["duty"] == "history"
+    assert oldest in complaint["error"]
+    assert conn.execute("show lock_timeout").fetchone() == ("0",)
+
+
 # --- old failures, attempts, nodes ----------------------------------------------------------------
 
 

@@ -16,12 +16,15 @@ from psycopg import conninfo
 
 from aqd import client, database, roles, store
 from aqd.cli import command
-from aqd.config import Database
+from aqd.config import Config, Database
+from aqd.config import Keeper as KeeperSettings
+from aqd.keeper import Keeper
 from tests.fixtures.api import start_api
+from tests.fixtures.pgbouncer import bouncer
 from tests.fixtures.postgres import Postgres
 from tests.fixtures.processes import wait_until
 
-__all__ = ["start_api"]
+__all__ = ["bouncer", "start_api"]
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = "pässword"
@@ -284,6 +287,35 @@ def test_the_daemon_vacuums_where_it_can(server: Server, urls: dict[str, str], p
         assert database.run(conn, "dead_tuples")[0][1] == (pg.major >= 17)
         if pg.major >= 17:
             conn.execute("vacuum aqd.jobs")
+
+
+@pytest.mark.parametrize("through_a_pooler", [False, True])
+def test_the_daemon_drops_history_that_is_not_its_own(
+    server: Server, urls: dict[str, str], request: pytest.FixtureRequest, through_a_pooler: bool
+) -> None:
+    """With the owner's rights. One that the owner cannot drop either does not keep the others."""
+    names = []
+    for days in (42, 41, 40):
+        day = f"(now() at time zone 'UTC')::date - {days}"
+        sql = f"select aqd.create_history_partition({day}), 'job_history_' || to_char({day}, 'YYYYMMDD')"
+        names.append(server.admin.execute(sql.encode()).fetchone()[1])
+    server.admin.execute(f"create view public.kept as select id from aqd.{names[0]}".encode())
+    url = urls["daemon"]
+    if through_a_pooler:
+        database_name = server.admin.info.dbname
+        pooler = request.getfixturevalue("bouncer")()
+        url = pooler.url(database_name)
+        # All behind it are one user of the server.
+        server.admin.execute(
+            f'alter role {pooler.user} in database "{database_name}" set role = {server.role("daemon")}'.encode()
+        )
+    keeper = Keeper(Config(keeper=KeeperSettings(history_days=30)), "n")
+    with database.connect(Database(url=url), "test", dispatcher=True) as conn:
+        assert database.is_pooled(conn) == through_a_pooler
+        with pytest.raises(psycopg.errors.DependentObjectsStillExist):
+            keeper._drop_history(conn)
+    left = "select relname from pg_class where relname = any(%s) order by 1"
+    assert server.admin.execute(left, [names]).fetchall() == [(names[0],)]
 
 
 # What aqd.enqueue refuses, each of its like refuses in the same words.
