@@ -64,7 +64,7 @@ class AqdConnection(psycopg.Connection[Any]):
     a pooler gives the next one to another session; empty where the session is ours."""
 
     travelling: bytes = b""
-    was_read_only: bool = False  # when it was made: a role may be one that only reads
+    was_read_only: bool = False  # when it was made, and ever since: a role may be one that only reads
 
     @contextlib.contextmanager
     def transaction(
@@ -88,7 +88,10 @@ def is_pooled(conn: Connection) -> bool:
 def became_read_only(conn: Connection) -> bool:
     """Whether the server was taken out of service (``default_transaction_read_only``) since this connection of ours was made,
     as its last answer said. Reads go on there, and show what was true until then."""
-    return _is_read_only(conn) and not getattr(conn, "was_read_only", True)
+    read_only = _is_read_only(conn)
+    if isinstance(conn, AqdConnection) and not read_only:
+        conn.was_read_only = False  # opened: the next turn counts
+    return read_only and not getattr(conn, "was_read_only", True)
 
 
 def _is_read_only(conn: Connection) -> bool:

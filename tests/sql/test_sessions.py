@@ -1,0 +1,28 @@
+"""A dispatcher's session while its server is taken out of service and put back."""
+
+from __future__ import annotations
+
+from psycopg import conninfo
+
+from aqd import database
+from aqd.config import Database
+from aqd.sessions import Session
+
+
+def turn(conn: database.Connection, to: str) -> None:
+    conn.execute(f"set default_transaction_read_only = {to}".encode())
+
+
+def test_every_turn_to_read_only_is_noticed(database_url: str) -> None:
+    """Also by a connection that was made while it was read-only."""
+    read_only = "-c default_transaction_read_only=on"
+    url = conninfo.make_conninfo(database_url, target_session_attrs="any", options=read_only)
+    session = Session(Database(url=url), "test")
+    session.run(turn, "on")
+    first = session.connection
+    assert first is not None, "a role may be one that only reads"
+    session.run(turn, "off")
+    assert session.connection is first
+    session.run(turn, "on")
+    assert session.connection is None
+    assert "read-only" in session.error
