@@ -42,12 +42,15 @@ def field_name(key: str) -> str | None:
 
 
 def encode(fields: Iterable[tuple[str, str]]) -> bytes:
-    """An entry; fields that would make it longer than ``MAX_ENTRY`` are left out."""
+    """An entry; fields that would make it longer than ``MAX_ENTRY`` are left out. The first, the message, never is."""
     entry = bytearray()
     for name, value in fields:
         data = value.encode(errors="backslashreplace")
-        if len(entry) + len(name) + len(data) + 10 > MAX_ENTRY:
-            continue
+        room = MAX_ENTRY - len(entry) - len(name) - 10
+        if len(data) > room:
+            if entry:
+                continue
+            data = data[:room].decode(errors="ignore").encode()
         if b"\n" in data:  # with its length, as 64 bits in little endian
             entry += b"%s\n%s%s\n" % (name.encode(), len(data).to_bytes(8, "little"), data)
         else:

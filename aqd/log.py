@@ -46,8 +46,10 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 _WORDS = {"debug": "DEBUG", "info": "INFO ", "warning": "WARN ", "error": "ERROR"}
 _COLOURS = {"debug": "\033[2m", "warning": "\033[33m", "error": "\033[31m"}
-# What the journal shows as lines of their own, below the event.
+# What the journal shows as lines of their own, below the event, and how many bytes of each: an entry has them twice,
+# as shown and as a field.
 _LONG = ("traceback", "stack")
+_MAX_LONG = 12 << 10
 _OWN_KEYS = frozenset(("at", "level", "process", "pid", "logger", "event", "dropped", "cut"))
 
 
@@ -330,32 +332,36 @@ def _emit(level: str, name: str, event: str, fields: dict[str, Any]) -> None:
 
 
 def _write(state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bool:
-    render = (_plainly if state.stream else _human) if state.human else _json
-    line = _fit(render, state, level, name, event, values)
     if state.journal is not None:
         try:
-            state.journal.send(_entry(state, level, name, event, values, line))
+            state.journal.send(_entry(state, level, name, event, values))
             return True
         except BlockingIOError:
             if LEVELS[level] < LEVELS["warning"]:
                 return False
         except OSError:  # no journald, or out of its reach
             pass
+    render = (_plainly if state.stream else _human) if state.human else _json
+    line = _fit(render, state, level, name, event, values)
     prefix = f"<{journald.PRIORITIES[level]}>".encode() if state.stream else b""
     return (state.sink or _UNCONFIGURED).write(prefix + line)
 
 
 def _entry(
-    state: _State, level: str, name: str, event: str, values: dict[str, Any], line: bytes
+    state: _State, level: str, name: str, event: str, values: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """The fields of an entry of the journal, the most important first."""
-    message = line.decode().rstrip("\n")
+    long = {key: _fit_long(values[key]) for key in _LONG if values.get(key)}
     if state.human:
-        message = "\n".join([message, *(_lines(values[key]) for key in _LONG if values.get(key))])
+        short = {key: value for key, value in values.items() if key not in _LONG}
+        message = _fit(_plainly, state, level, name, event, short).decode().rstrip("\n")
+        message = "\n".join([message, *map(_lines, long.values())])
+    else:
+        message = _fit(_json, state, level, name, event, values).decode().rstrip("\n")
     yield "MESSAGE", message
     yield "PRIORITY", str(journald.PRIORITIES[level])
     yield "SYSLOG_IDENTIFIER", "aqd"
-    for key, value in _record(state, name, event, values).items():
+    for key, value in _record(state, name, event, values | long).items():
         field = journald.field_name(key)
         if field is not None and value is not None and key not in ("at", "level", "pid"):
             yield field, value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -363,6 +369,14 @@ def _entry(
 
 def _lines(text: Any) -> str:
     return "\n".join(printable(line) for line in str(text).rstrip().split("\n"))
+
+
+def _fit_long(value: Any) -> Any:
+    """Shortened until it is shown in ``_MAX_LONG`` bytes: a control character of one byte takes four."""
+    short = _shorten(value, limit := _MAX_LONG)
+    while len(_lines(short).encode()) > _MAX_LONG:
+        short = _shorten(value, limit := limit * 3 // 4)
+    return short
 
 
 def _fit(render: Any, state: _State, level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
@@ -418,9 +432,8 @@ def _human(state: _State, level: str, name: str, event: str, values: dict[str, A
 
 
 def _plainly(state: _State, _level: str, name: str, event: str, values: dict[str, Any]) -> bytes:
-    """For the journal, which knows moment and level, and shows what is long below."""
-    short = {key: value for key, value in values.items() if key not in _LONG}
-    return f"{_said(state, name, event, short)}\n".encode()
+    """For the journal, which knows moment and level."""
+    return f"{_said(state, name, event, values)}\n".encode()
 
 
 def _said(state: _State, name: str, event: str, values: dict[str, Any]) -> str:

@@ -114,6 +114,59 @@ def test_a_traceback_stands_below_the_message(stream, native) -> None:
     assert fields["AQD_TRACEBACK"].endswith("\x1b[2Jtwo\n")
 
 
+# What a handler may raise: long, and of characters that take more room as they are shown.
+TEXTS = ["y" * 200_000, "y\n" * 100_000, "\x1b" * 200_000, "\U000e0001" * 50_000, "ü" * 100_000]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("format", ["auto", "json"])
+def test_a_long_traceback_is_shortened_and_its_end_is_kept(stream, native, format: str, text: str) -> None:
+    log.configure("info", format, process="p", fd=stream[1].fileno(), stdlib=False)
+    stack = f"Stack:\n{text}\nits end"
+    try:
+        raise ValueError(f"{text}\nthis matters")
+    except ValueError:
+        log.get_logger("p").exception("it fails", stack=stack)
+    fields = entry(native.recv(1 << 20))
+    assert fields["AQD_TRACEBACK"].startswith("Traceback (most recent call last):\n")
+    assert fields["AQD_TRACEBACK"].endswith("this matters\n")
+    assert fields["AQD_STACK"].endswith("its end")
+    if format == "json":
+        assert json.loads(fields["MESSAGE"])["event"] == "it fails"
+        return
+    first, *below = fields["MESSAGE"].split("\n")
+    assert first.startswith("p  it fails  error=")
+    assert len(first) <= log.MAX_LINE
+    assert below[0] == "Traceback (most recent call last):"
+    assert [line for line in below if line == "this matters" or line == "Stack:"] == [
+        "this matters",
+        "Stack:",
+    ]
+    assert below[-1] == "its end"
+
+
+def test_the_message_is_never_left_out() -> None:
+    fields = entry(journald.encode([("MESSAGE", "ü" * 100_000), ("PRIORITY", "3"), ("AQD_X", "x")]))
+    assert fields["MESSAGE"] == "ü" * len(fields["MESSAGE"])
+    assert len(fields["MESSAGE"].encode()) > journald.MAX_ENTRY - 100
+    assert len(journald.encode([("MESSAGE", "y" * 100_000)])) <= journald.MAX_ENTRY
+
+
+@pytest.mark.parametrize("format", ["auto", "json"])
+def test_the_other_way_has_the_traceback_too(stream, format: str) -> None:
+    log.configure("info", format, process="p", fd=stream[1].fileno(), stdlib=False)
+    logger = log.get_logger("p")
+    try:
+        raise ValueError("x" * 100_000 + "this matters")
+    except ValueError:
+        logger.exception("it fails", error="short")
+    (line,) = stream[0].recv(1 << 16).decode().splitlines()
+    assert len(line) <= log.MAX_LINE + len("<3>")
+    assert "it fails" in line
+    assert "Traceback (most recent call last):" in line
+    assert "this matters" in line
+
+
 def test_an_entry_has_its_bounds(stream, native) -> None:
     log.configure("info", "auto", process="p", fd=stream[1].fileno(), stdlib=False)
     log.get_logger("p").info("x", small=1, large="y\n" * 100_000, **{f"k{n}": "z" * 1000 for n in range(200)})
