@@ -99,7 +99,10 @@ class Connections:
     def connect(self, *_args, **_options):
         self.made += 1
         return SimpleNamespace(
-            closed=False, broken=False, close=lambda: None, pgconn=SimpleNamespace(socket=-1)
+            closed=False,
+            broken=False,
+            close=lambda: None,
+            pgconn=SimpleNamespace(socket=-1, parameter_status=lambda _: None),
         )
 
     def session(self):
