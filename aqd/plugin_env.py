@@ -17,6 +17,7 @@ import contextlib
 import os
 import pwd
 import site
+import stat
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -28,21 +29,21 @@ REBUILD = "`aqd plugin-env rebuild` installs the same packages anew"
 
 class Package(NamedTuple):
     """A distribution in the environment. ``requested``: somebody asked for it, others came as its dependencies.
-    ``source`` is the URL where it came from, if it was not found by its name."""
+    ``source`` is the URL where it came from, if it was not found by its name, as pip takes it: of a repository with
+    the commit. ``editable``: the source is a directory that is used where it lies."""
 
     name: str
     version: str
     requested: bool
     source: str
+    editable: bool
 
 
 def problem(venv: str) -> str | None:
     """Why the environment at ``venv`` cannot be used by this process; None if it can, or if there is none."""
     reason = misfit(venv)
-    if reason is None and venv and os.path.lexists(venv) and os.geteuid() == 0:
-        owner = owner_of(venv)
-        if owner is not None:
-            return f"root must not run what the user {owner} may change: use `sudo -u {owner} aqd …`"
+    if reason is None and venv and os.path.lexists(venv):
+        reason = unsafe(venv)
     return reason
 
 
@@ -52,7 +53,9 @@ def misfit(venv: str) -> str | None:
         return None
     made_for = version(venv)
     if made_for is None:
-        return f"{venv} is no virtual environment (pyvenv.cfg is missing or cannot be read); {REBUILD}"
+        return (
+            f"{venv} is no virtual environment (pyvenv.cfg is missing or cannot be read): name another place"
+        )
     ours = f"{sys.version_info.major}.{sys.version_info.minor}"
     if made_for != ours:
         return f"{venv} was made for Python {made_for}, and aqd runs on Python {ours}: {REBUILD}"
@@ -62,15 +65,26 @@ def misfit(venv: str) -> str | None:
     return None
 
 
-def owner_of(venv: str) -> str | None:
-    """The name of the ordinary user who may change the environment, because it or the directory above is theirs."""
+def unsafe(venv: str) -> str | None:
+    """Why root, if that is who asks, must not run what is in the environment: others may change it, or the directory
+    above. None for everybody else."""
+    if os.geteuid() != 0:
+        return None
     for path in (venv, os.path.dirname(os.path.abspath(venv))):
-        uid = os.stat(path).st_uid
-        if uid != 0:
+        found = os.stat(path)
+        if found.st_uid != 0:
+            user = str(found.st_uid)
             with contextlib.suppress(KeyError):
-                return pwd.getpwuid(uid).pw_name
-            return str(uid)
+                user = pwd.getpwuid(found.st_uid).pw_name
+            return f"root must not run what the user {user} may change: use `sudo -u {user} aqd …`"
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"root must not run what others may change: use `chmod go-w {path}`"
     return None
+
+
+def is_environment(path: str) -> bool:
+    """Whether a virtual environment is there, be it damaged or another Python's; anything else is not ours to touch."""
+    return os.path.isfile(f"{path}/pyvenv.cfg") or any(Path(path).glob("lib/python*/site-packages"))
 
 
 def version(venv: str) -> str | None:
@@ -116,16 +130,33 @@ def _packages(venv: str) -> Iterator[Package]:
         origin = distribution.read_text("direct_url.json")
         name = distribution.metadata["Name"]
         if name:
-            yield Package(name, distribution.version, requested, _url(origin))
+            yield Package(name, distribution.version, requested, *_source(origin))
 
 
-def _url(origin: str | None) -> str:
+def _source(origin: str | None) -> tuple[str, bool]:
+    """The URL as pip takes it, and whether it is used where it lies."""
     import msgspec
 
-    if not origin:
-        return ""
+    class Vcs(msgspec.Struct):
+        vcs: str
+        commit_id: str
+
+    class Directory(msgspec.Struct):
+        editable: bool = False
+
+    class Origin(msgspec.Struct):
+        url: str = ""
+        subdirectory: str = ""
+        vcs_info: Vcs | None = None
+        dir_info: Directory | None = None
+
     try:
-        url = msgspec.json.decode(origin, type=dict[str, object]).get("url", "")
+        found = msgspec.json.decode(origin or "{}", type=Origin)
     except msgspec.DecodeError:
-        return ""
-    return url if isinstance(url, str) else ""
+        return "", False
+    url = found.url
+    if found.vcs_info is not None:
+        url = f"{found.vcs_info.vcs}+{url}@{found.vcs_info.commit_id}"
+    if found.subdirectory:
+        url += f"#subdirectory={found.subdirectory}"
+    return url, found.dir_info is not None and found.dir_info.editable

@@ -102,38 +102,76 @@ def path_command(app: App) -> None:
 @click.argument("options", metavar="[PIP'S OPTIONS]", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def rebuild_command(app: App, options: tuple[str, ...]) -> None:
-    """Make the environment anew for aqd's Python, with the same packages in the same versions.
+    """Make the environment anew for aqd's Python, with the same packages.
 
-    For after an upgrade of Python. If one of them cannot be installed, the old environment is put back.
+    For after an upgrade of Python. Each package, those that came as dependencies too, is installed in the version that
+    it has now; one that came from a file, a URL or a repository from there again, of a repository the same commit. If one of
+    them cannot be installed, the old environment is put back.
     """
     venv = _venv(app)
     _become_owner(venv)
-    if not os.path.isdir(venv):
-        raise UserError(f"{venv} is not there: `aqd plugin-env install` makes it")
-    wanted = [
-        f"{package.name} @ {package.source}" if package.source else f"{package.name}=={package.version}"
-        for package in plugin_env.packages(venv)
-        if package.requested
-    ]
     old = f"{venv}.old"
-    shutil.rmtree(old, ignore_errors=True)
+    _check_replaceable(venv, old)
+    before = plugin_env.packages(venv)
+    own = {_normal(name) for name, _ in _own_versions()}
+    # aqd may have brought a dependency itself in the meantime: then that one counts.
+    again = [package for package in before if package.requested or _normal(package.name) not in own]
     os.rename(venv, old)
     try:
         _make(venv)
-        if wanted:
-            _install(venv, [*wanted, *options])
+        if again:
+            _install(venv, [*(word for package in again for word in _requirement(package)), *options])
+            _mark_dependencies(venv, {_normal(package.name) for package in before if package.requested})
     except BaseException:
         shutil.rmtree(venv, ignore_errors=True)
         os.rename(old, venv)
         raise
     shutil.rmtree(old)
-    click.echo(f"{venv} is made anew with {', '.join(wanted) or 'no packages'}; {RELOAD}")
+    names = ", ".join(f"{package.name} {package.version}" for package in again)
+    click.echo(f"{venv} is made anew with {names or 'no packages'}; {RELOAD}")
 
 
 def check(venv: str) -> str:
     """What is wrong among the packages of an environment that fits, one a line; "" if nothing is."""
     done = subprocess.run(_pips(venv, "check"), capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode else ""
+
+
+# --- rebuilding ---------------------------------------------------------------------------------------
+
+
+def _check_replaceable(venv: str, old: str) -> None:
+    """Only an environment is replaced, by somebody who may, and nothing is deleted that this call has not made."""
+    if not os.path.isdir(venv):
+        raise UserError(f"{venv} is not there: `aqd plugin-env install` makes it")
+    if os.path.islink(venv):
+        raise ConfigError(f"plugins.venv: {venv} is a symbolic link: name what it points to")
+    if not plugin_env.is_environment(venv):
+        raise ConfigError(f"plugins.venv: {venv} is no virtual environment: name another place")
+    if reason := plugin_env.unsafe(venv):
+        raise ConfigError(f"plugins.venv: {reason}")
+    above = os.path.dirname(venv)
+    if not os.access(above, os.W_OK):
+        raise UserError(f"{above} cannot be changed by you: run this as the user who owns it")
+    if os.path.lexists(old):
+        raise UserError(
+            f"{old} is in the way. If a rebuild was interrupted, it is the environment from before: "
+            f"put it back (remove {venv}, rename {old} to it), or remove it, then start again"
+        )
+
+
+def _requirement(package: plugin_env.Package) -> list[str]:
+    if package.editable:
+        return ["--editable", package.source]
+    # The bare URL: with the name before it, older versions of pip refuse a repository's that has no host.
+    return [package.source or f"{package.name}=={package.version}"]
+
+
+def _mark_dependencies(venv: str, requested: set[str]) -> None:
+    """pip was told all of them by name: take back that somebody has asked for those that were dependencies."""
+    for mark in Path(plugin_env.packages_dir(venv)).glob("*.dist-info/REQUESTED"):
+        if _normal(metadata.Distribution.at(mark.parent).metadata["Name"]) not in requested:
+            mark.unlink()
 
 
 # --- how ----------------------------------------------------------------------------------------------
@@ -213,11 +251,16 @@ def _install(venv: str, arguments: Sequence[str]) -> None:
 def _constraints() -> Iterator[str]:
     """A file that holds the versions of aqd's own packages."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        for distribution in metadata.distributions(path=[_own_packages()]):
-            if name := distribution.metadata["Name"]:
-                file.write(f"{name}=={distribution.version}\n")
+        for name, version in _own_versions():
+            file.write(f"{name}=={version}\n")
         file.flush()
         yield file.name
+
+
+def _own_versions() -> Iterator[tuple[str, str]]:
+    for distribution in metadata.distributions(path=[_own_packages()]):
+        if name := distribution.metadata["Name"]:
+            yield name, distribution.version
 
 
 def _own_packages() -> str:

@@ -178,6 +178,98 @@ def test_one_for_another_python_is_told_and_made_anew(place: Place) -> None:
     assert [path.name for path in place.above.iterdir()] == ["venv"]
 
 
+def test_a_rebuild_keeps_versions_of_dependencies_and_who_asked(place: Place) -> None:
+    wheel(place.wheels, "dep", "value = 1\n", plugin=False)
+    wheel(place.wheels, "packed", handler("packed"), needs="dep")
+    index = ("--no-index", "--find-links", str(place.wheels))
+    place.aqd("plugin-env", "install", *index, "packed")
+    before = plugin_env.packages(str(place.venv))
+    wheel(place.wheels, "dep", "value = 2\n", version="2.0", plugin=False)
+    place.aqd("plugin-env", "rebuild", *index)
+    assert plugin_env.packages(str(place.venv)) == before
+    assert [(p.name, p.version, p.requested) for p in before] == [
+        ("dep", "1.0", False),
+        ("packed", "1.0", True),
+    ]
+
+
+BACKEND = """
+import zipfile
+def build_wheel(directory, settings=None, metadata=None):
+    name = "vcs-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{directory}/{name}", "w") as file:
+        file.write("vcs.py")
+        file.writestr("vcs-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: vcs\\nVersion: 1.0\\n")
+        file.writestr("vcs-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        file.writestr("vcs-1.0.dist-info/RECORD", "vcs.py,,\\n")
+    return name
+"""
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_rebuild_takes_the_same_commit_of_a_repository(place: Place) -> None:
+    source = place.directory / "source"
+    folder = source / "sub"
+    folder.mkdir(parents=True)
+    system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (folder / "pyproject.toml").write_text(system)
+    (folder / "backend.py").write_text(BACKEND)
+
+    def commit(value: int) -> str:
+        (folder / "vcs.py").write_text(f"value = {value}\n")
+        git = ["git", "-C", str(source), "-c", "user.name=x", "-c", "user.email=x@localhost"]
+        for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=x"]):
+            subprocess.run([*git, *words], check=True)
+        return subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+
+    first = commit(1)
+    wanted = f"git+file://{source}#subdirectory=sub"
+    place.aqd("plugin-env", "install", "--no-index", wanted)
+    commit(2)
+    place.aqd("plugin-env", "rebuild", "--no-index")
+    (package,) = plugin_env.packages(str(place.venv))
+    assert package.source == f"git+file://{source}@{first}#subdirectory=sub"
+    module = Path(plugin_env.packages_dir(str(place.venv)), "vcs.py")
+    assert module.read_text() == "value = 1\n"
+
+
+def test_a_rebuild_takes_a_directory_that_is_used_where_it_lies(place: Place) -> None:
+    origin = '{"url": "file:///srv/x", "dir_info": {"editable": true}}'
+    wheel(place.wheels, "packed", "")
+    place.aqd("plugin-env", "install", "--no-index", "./packed-1.0-py3-none-any.whl")
+    info = Path(plugin_env.packages_dir(str(place.venv)), "packed-1.0.dist-info")
+    (info / "direct_url.json").write_text(origin)
+    said = place.aqd("plugin-env", "rebuild", "--no-index", code=Exit.ERROR)
+    assert "Obtaining file:///srv/x" in said  # that is how pip begins with one that is editable
+
+
+def test_a_rebuild_deletes_nothing_of_others(place: Place) -> None:
+    """Not an ordinary directory that the option names by mistake, and not what a rebuild that was killed has put aside."""
+    place.venv.mkdir()
+    (place.venv / "data").write_text("mine")
+    said = place.aqd("plugin-env", "rebuild", code=Exit.CONFIG)
+    assert "is no virtual environment: name another place" in said
+    assert (place.venv / "data").read_text() == "mine"
+    said = place.aqd("plugin-env", "install", "x", code=Exit.CONFIG)
+    assert "is no virtual environment" in said
+    assert "plugin-env rebuild" not in said
+
+    shutil.rmtree(place.venv)
+    wheel(place.wheels, "packed", handler("packed"))
+    place.aqd("plugin-env", "install", "--no-index", "./packed-1.0-py3-none-any.whl")
+    old = place.above / "venv.old"
+    place.venv.rename(old)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.venv)], check=True)
+    assert f"{old} is in the way" in place.aqd("plugin-env", "rebuild", "--no-index", code=Exit.USAGE)
+    assert [each.name for each in plugin_env.packages(str(old))] == ["packed"]
+    assert place.venv.is_dir()
+
+    link = place.above / "link"
+    link.symlink_to(old)
+    place.config.write_text(f'[plugins]\nvenv = "{link}"\n')
+    assert "is a symbolic link" in place.aqd("plugin-env", "rebuild", code=Exit.CONFIG)
+
+
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
@@ -237,3 +329,22 @@ def test_root_runs_nothing_of_the_services_user(open_place: Place) -> None:
     (place.wheels / "packed-1.0-py3-none-any.whl").chmod(0o600)
     said = place.aqd("plugin-env", "install", "./packed-1.0-py3-none-any.whl", code=Exit.USAGE)
     assert "cannot be read by the user nobody" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_rebuilds_nothing_that_others_may_change(open_place: Place) -> None:
+    """The directory above is root's, so root stays root: what it installs is then chosen by whoever may write there."""
+    place, user = open_place, pwd.getpwnam("nobody")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place.venv)], check=True)
+    os.chown(place.venv, user.pw_uid, user.pw_gid)
+    said = place.aqd("plugin-env", "rebuild", "--no-index", code=Exit.CONFIG)
+    assert "root must not run what the user nobody may change" in said
+    os.chown(place.venv, 0, 0)
+    for path, mode in ((place.venv, 0o775), (place.above, 0o757)):
+        before = path.stat().st_mode & 0o7777
+        path.chmod(mode)
+        for command in (["rebuild"], ["install", "x"], ["remove", "x"]):
+            said = place.aqd("plugin-env", *command, code=Exit.CONFIG)
+            assert f"root must not run what others may change: use `chmod go-w {path}`" in said
+        path.chmod(before)
+    place.aqd("plugin-env", "rebuild", "--no-index")
