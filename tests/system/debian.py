@@ -12,8 +12,10 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +35,7 @@ PARTS = (
     "README.md",
     "pyproject.toml",
 )
+DAY_S = 86400.0
 MIGRATIONS = "usr/lib/aqd/lib/{python}/site-packages/aqd/_data/sql/migrations"
 
 
@@ -52,25 +55,44 @@ def package(release: str) -> Path:
     place = machines.cache() / f"deb-{release}-{_digest()}"
     with machines.locked(machines.cache() / f"deb-{release}.lock"):
         if not place.is_dir():
-            for older in machines.cache().glob(f"deb-{release}-*"):
-                shutil.rmtree(older)
+            _forget_old(f"deb-{release}-*")
             new = place.with_suffix(".new")
-            new.mkdir()  # there is none: it was one of the older
-            done = subprocess.run(
-                [ROOT / "packaging/build-deb", release],
-                env={**os.environ, "AQD_DEB_OUTPUT": str(new)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=600,
-                check=False,
-            )
-            if done.returncode:
+            shutil.rmtree(new, ignore_errors=True)  # of a run that was killed
+            new.mkdir()
+            try:
+                _build(release, new)
+            except BaseException:
                 shutil.rmtree(new)
-                raise AssertionError(f"packaging/build-deb {release}:\n{done.stdout}")
+                raise
             new.rename(place)
+        os.utime(place)  # wanted now
     (found,) = place.glob("*.deb")
     return found
+
+
+def _forget_old(pattern: str) -> None:
+    """Remove what no test has wanted for a day; what is younger may be another run's, which goes on."""
+    for older in machines.cache().glob(pattern):
+        if older.stat().st_mtime < time.time() - DAY_S:
+            shutil.rmtree(older)
+
+
+def _build(release: str, output: Path) -> None:
+    with subprocess.Popen(
+        [ROOT / "packaging/build-deb", release],
+        env={**os.environ, "AQD_DEB_OUTPUT": str(output)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as build:
+        try:
+            said, _ = build.communicate(timeout=600)
+        except BaseException:
+            # Not the shell alone: what it has started would go on.
+            os.killpg(build.pid, signal.SIGKILL)
+            raise
+    assert build.returncode == 0, f"packaging/build-deb {release}:\n{said}"
 
 
 def _digest() -> str:

@@ -335,7 +335,9 @@ class Machine:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
     def open_limits(self) -> None:
-        """Let its systemd write limits of memory and tasks, which nspawn shows read-only on cgroup v1."""
+        """Let its systemd write limits of memory and tasks, which nspawn shows read-only on cgroup v1; v2 needs nothing."""
+        if not self.path("/sys/fs/cgroup/memory").is_dir():
+            return
         for kind in ("memory", "pids"):
             self.run("mount", "-o", "remount,bind,rw", f"/sys/fs/cgroup/{kind}")
         self.run("systemctl", "daemon-reexec")

@@ -41,10 +41,10 @@ def test_the_units_are_accepted_and_closed(service: Service) -> None:
 def test_a_start_waits_for_the_database(service: Service) -> None:
     machine = service.machine
     service.systemctl("stop", "aqd", "postgresql")
-    service.drop_in("TimeoutStartSec=4")
+    service.drop_in("TimeoutStartSec=10")
     start = machine.popen("systemctl", "start", "aqd")
     machine.wait(lambda: "waiting for database" in service.show("StatusText"), 30, "waiting")
-    machine.sh("sleep 6")  # the time that the unit gives is over
+    machine.sh("sleep 12")  # the time that the unit gives is over
     assert service.show("ActiveState") == "activating"
     assert start.poll() is None
     assert "PGSQL" in service.show("StatusText"), "says what is missing"

@@ -35,7 +35,13 @@ def servers(engine: Engine) -> set[str]:
     return set(found.split())
 
 
-def test_tests_run_on_a_container(engine: Engine) -> None:
+def test_tests_run_on_a_container_and_none_is_left(engine: Engine) -> None:
+    """One test, because each counts all containers of testcontainers that the engine has: two at once would see each other's."""
+    run_that_ends(engine)
+    run_that_is_killed(engine)
+
+
+def run_that_ends(engine: Engine) -> None:
     chosen = ["tests/sql/test_reads.py", "-k", "health", "-p", "no:cacheprovider", "--no-header"]
     command = engine.entering(sys.executable, "-m", "pytest", *chosen)
     before = servers(engine)
@@ -54,7 +60,7 @@ def test_tests_run_on_a_container(engine: Engine) -> None:
     assert servers(engine) == before
 
 
-def test_a_killed_run_leaves_no_container(engine: Engine) -> None:
+def run_that_is_killed(engine: Engine) -> None:
     before = servers(engine)
     command = engine.entering(sys.executable, "-c", OPEN)
     with subprocess.Popen(
