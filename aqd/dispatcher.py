@@ -584,15 +584,15 @@ def main() -> NoReturn:
         gc.freeze()  # what is loaded stays, and jobs are in no cycles
         gc.set_threshold(GARBAGE)
         sys.setswitchinterval(SWITCH_S)
-        dispatcher = Dispatcher(ends, start)
-        held.append(dispatcher)
-        code = dispatcher.run()
+        held.append(Dispatcher(ends, start))
+        code = held[0].run()
     except ChannelClosed:
         code = Exit.ORPHANED
     except BaseException:
         with contextlib.suppress(BaseException):
             logger.exception("dispatcher fails")
     finally:
+        log.settle()
         os._exit(code)
 
 

@@ -86,6 +86,7 @@ class Loader:
     def _fork(self, request: messages.SpawnWorker, channel_fd: int, page_fd: int, output_fd: int) -> None:
         if threading.active_count() > 1:
             logger.error("a thread appeared in the loader, not forking", threads=threading.active_count())
+            log.settle()
             os._exit(Exit.LOADER)
         try:
             with process.signals_blocked():
@@ -110,6 +111,7 @@ class Loader:
         except BaseException:
             with contextlib.suppress(BaseException):
                 logger.exception("cannot fork a worker")
+                log.settle()
         finally:
             os._exit(0)
 
@@ -125,6 +127,7 @@ class Loader:
         except BaseException:
             with contextlib.suppress(BaseException):
                 logger.exception("worker cannot start")
+                log.settle()
         finally:
             os._exit(Exit.ERROR)
 
@@ -162,6 +165,7 @@ def main() -> NoReturn:
         with contextlib.suppress(channel.ChannelClosed, OSError):
             channel.send(ends, messages.encode(messages.LoadRefused([f"loader: {log.describe(error)}"], [])))
     finally:
+        log.settle()
         os._exit(code)
 
 

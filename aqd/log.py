@@ -21,6 +21,7 @@ stays ours and does not change the descriptor that children and the shell share;
 sent to with MSG_DONTWAIT; where a second opening is forbidden, poll(2) is asked first.
 """
 
+import contextlib
 import copy
 import os
 import select
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 MAX_LINE = 4096
+SETTLE_S = 0.5  # at most
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 _WORDS = {"debug": "DEBUG", "info": "INFO ", "warning": "WARN ", "error": "ERROR"}
@@ -218,6 +220,13 @@ def context(**fields: Any) -> None:
     and generation, then job, type and attempt while it is on one). Replaces the former context."""
     global _context
     _context = fields
+
+
+def settle() -> None:
+    """Before os._exit: the journal knows the unit of a line whose writer is still there when the line is read."""
+    if _state.journal is not None:
+        with contextlib.suppress(BaseException):  # of a job's signal handlers too: nothing keeps the end
+            _state.journal.wait_read(SETTLE_S)
 
 
 def descriptor() -> int | None:

@@ -149,6 +149,7 @@ class Worker:
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
                 sys.stderr.flush()
+            log.settle()
             os._exit(code)
 
     def prepare(self) -> None:

@@ -2,15 +2,20 @@
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from aqd import journald, log
+from aqd import channel, dispatcher, journald, loader, log, process
+from aqd.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("restored_log")
 
@@ -201,6 +206,62 @@ def test_a_fork_under_a_name_of_its_own_has_a_way_of_its_own(stream, native) -> 
     assert entry(native.recv(1 << 16))["AQD_PROCESS"] == "worker 3"
     assert log._state.journal is not parents
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.timeout(60)
+def test_a_process_can_wait_until_its_last_words_are_read(
+    stream, native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "SETTLE_S", 50.0)
+    log.configure("info", "auto", process="p", fd=stream[1].fileno(), stdlib=False)
+    log.settle()  # nothing is unread
+    log.get_logger("p").error("one")
+    log.get_logger("p").error("two")
+    waiting = threading.Thread(target=log.settle, daemon=True)
+    waiting.start()
+    native.recv(1 << 16)
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    native.recv(1 << 16)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    log.get_logger("p").error("three")
+    monkeypatch.setattr(log, "SETTLE_S", 0.01)
+    log.settle()  # and no longer than that
+    assert entry(native.recv(1 << 16))["AQD_EVENT"] == "three"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("role", ["worker", "loader", "dispatcher"])
+def test_last_words_are_waited_for(stream, native, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """Each of them failing at its very beginning."""
+    monkeypatch.setattr(log, "SETTLE_S", 50.0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            log.configure("info", "auto", process=role, fd=stream[1].fileno(), stdlib=False)
+            monkeypatch.setattr(sys, "argv", ["x", str(os.getppid())])
+            ours, theirs = channel.pair()
+            channel.send(ours, b"no message")
+            monkeypatch.setattr(process, "FIRST_PASSED_FD", theirs.fileno())
+            if role == "worker":
+                worker = Worker.__new__(Worker)
+                worker.pid, worker.master_pid, worker.page = os.getpid(), os.getppid(), SimpleNamespace()
+                worker.run()
+            (loader if role == "loader" else dispatcher).main()
+        finally:
+            os._exit(99)
+    ended = os.pidfd_open(pid)
+    try:
+        assert select.select([native], [], [], 20)[0]
+        assert not select.select([ended], [], [], 0.3)[0]
+        assert entry(native.recv(1 << 16))["AQD_EVENT"] == f"{role} fails"
+        assert select.select([ended], [], [], 20)[0]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        os.close(ended)
+    assert os.waitstatus_to_exitcode(status) not in (99, -signal.SIGKILL)
 
 
 def test_errors_of_the_command_line_are_errors_in_the_journal(stream, tmp_path: Path) -> None:
