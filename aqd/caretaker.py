@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import psycopg
 
-from aqd import keeper, log, messages, store
+from aqd import keeper, log, messages, migrate, store
 from aqd.database import Connection
 from aqd.errors import WorldError
 from aqd.figures import CELLS_MAX, Cell, Figures
@@ -27,8 +27,9 @@ STEP_STATEMENTS = 2.0
 # How long the last figures may take when the process is about to leave.
 LAST_S = 1.0
 # The sign of life is given whenever what it says has changed, and so many times within the time after which the others
-# would take this node for gone.
+# would take this node for gone; and often enough for a breaking migration, which does not know that time.
 SIGNS_PER_TTL = 6
+SIGNS_S = migrate.NODE_TTL_S / 3
 # So long after the last job the sessions of the database have told its statistics of all that they did.
 CALM_S = 15.0
 # Characters of what a plugin says of itself.
@@ -171,7 +172,7 @@ class Caretaker(threading.Thread):
             state="draining" if self.draining else "running",
             info=_json(self._info),
         )
-        signs_s = start.config.keeper.node_ttl_s / SIGNS_PER_TTL
+        signs_s = min(start.config.keeper.node_ttl_s / SIGNS_PER_TTL, SIGNS_S)
         if self._lived is None or self._lived[0] != state or boottime() >= self._lived[1] + signs_s:
             began = boottime()
             self._live(state)

@@ -36,7 +36,7 @@ LOCK_WAIT_S: Final = 60
 TABLE_WAIT_S: Final = 1.0
 TABLE_PAUSE_S: Final = 1.0
 
-# Without a sign of life for so long a node counts as gone (the default of keeper.node_ttl_s).
+# Without a sign of life for so long a node counts as gone, whatever its keeper.node_ttl_s is: it gives three in this time.
 NODE_TTL_S: Final = 30.0
 
 R = TypeVar("R")
@@ -207,11 +207,11 @@ def locked(conn: Connection, work: Callable[[], R]) -> R:
 
 def _become_owner(conn: Connection) -> bool:
     """Act as the schema's owner until the end of the transaction; whether there is a schema."""
-    exists, owner, ours = run(conn, "become_owner")[0]
+    exists, owner, ours, user = run(conn, "become_owner")[0]
     if not ours:
         raise SchemaMismatch(
             f"the schema aqd belongs to the role {owner}, and only its members may change it: run 'aqd db migrate' as "
-            "one of them"
+            f"one of them; where its tables are {user}'s, let a superuser say: alter schema aqd owner to {user}"
         )
     return bool(exists)
 
@@ -252,6 +252,7 @@ def _refuse_breaking(conn: Connection, found: SchemaStatus) -> None:
     breaking = [each for each in found.pending if each.kind == "breaking"]
     if not breaking or not found.applied:
         return
+    run(conn, "lock_nodes")
     if nodes := run(conn, "live_nodes", ttl_s=NODE_TTL_S):
         raise SchemaMismatch(
             f"migration {breaking[0].version} ({breaking[0].name}) is breaking, and nodes of the version before are at "

@@ -10,20 +10,25 @@ select set_config('lock_timeout', :lock_timeout::text, true), set_config('statem
 
 -- name: become_owner :one
 -- For the transaction, so that what is made belongs to the schema's owner, whichever of its members (or a superuser)
--- migrates. Always one row: whether there is a schema, its owner, and whether we are he now.
+-- migrates. Always one row: whether there is a schema, its owner, and whether we are he now; who we were, as SQL names him.
 -- Index: none; catalogue only.
 select o.name is not null, o.name,
        case when o.name is null then true
             when pg_has_role(o.name, case when current_setting('server_version_num')::integer >= 160000
                                           then 'SET' else 'MEMBER' end)
                 then set_config('role', o.name, true) is not null
-            else false end
+            else false end,
+       quote_ident(current_user)
 from (select true) as always
 left join (select pg_get_userbyid(n.nspowner)::text as name from pg_namespace n where n.nspname = 'aqd') as o on true
 
 -- name: create_migrations_schema :exec
 -- Only under the lock: "if not exists" is not safe against a second session.
 create schema if not exists aqd
+
+-- name: lock_nodes :exec
+-- Whoever is about to register is waited for, and until we commit nobody else registers or gives a sign of life.
+lock table aqd.nodes in share row exclusive mode
 
 -- name: live_nodes :many
 -- Who has given a sign of life lately; each that ends in good order takes its row along.

@@ -82,12 +82,14 @@ begin
 end
 $$;
 
--- What is wrong with what goes with a key; nothing: both null.
-create function aqd.bad_key(
-    idempotency_key text, on_conflict text, idempotency_ttl_hours double precision, key_scope text,
-    out field text, out reason text
-)
+-- The same for what goes with a key, if anything is wrong with it.
+create function aqd.refuse_key(
+    idempotency_key text, on_conflict text, idempotency_ttl_hours double precision, key_scope text
+) returns void
 language plpgsql immutable as $$
+declare
+    field  text;
+    reason text;
 begin
     if (idempotency_key ~ '^[!-~]([ -~]*[!-~])?$' and length(idempotency_key) <= 255) is not true then
         field := 'idempotency_key';
@@ -101,7 +103,14 @@ begin
     elsif (length(key_scope) <= 128) is not true then
         field := 'key_scope';
         reason := 'must be at most 128 characters';
+    else
+        return;
     end if;
+    raise exception using
+        errcode = '22023',
+        message = format('aqd.enqueue: %s %s', field, reason),
+        detail = reason,
+        column = field;
 end
 $$;
 
@@ -159,9 +168,8 @@ begin
             field := 'on_conflict';
             reason := 'must not be given without an idempotency_key';
         else
-            select k.field, k.reason into field, reason
-            from aqd.bad_key(coalesce(enqueue.idempotency_key, '-'), enqueue.on_conflict,
-                             enqueue.idempotency_ttl_hours, enqueue.key_scope) as k;
+            perform aqd.refuse_key(coalesce(enqueue.idempotency_key, '-'), enqueue.on_conflict,
+                                   enqueue.idempotency_ttl_hours, enqueue.key_scope);
         end if;
         if cardinality(enqueue.tags) = 0 then
             enqueue.tags := null;
@@ -290,9 +298,6 @@ create function aqd.submit_keyed(
     out goes_to           text
 )
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
-declare
-    field  text;
-    reason text;
 begin
     if aqd.is_job(type, payload is not null, queue, priority, run_at, delay_s, max_attempts, timeout_s, meta)
            is not true or tags is not null and not aqd.are_tags(tags) then
@@ -302,15 +307,7 @@ begin
     if (length(idempotency_key) <= 255 and idempotency_key ~ '^[!-~]([ -~]*[!-~])?$'
         and on_conflict in ('return', 'replace', 'reject') and idempotency_ttl_hours between 0.01 and 87600
         and length(key_scope) <= 128) is not true then
-        select k.field, k.reason into field, reason
-        from aqd.bad_key(idempotency_key, on_conflict, idempotency_ttl_hours, key_scope) as k;
-    end if;
-    if field is not null then
-        raise exception using
-            errcode = '22023',
-            message = format('aqd.enqueue: %s %s', field, reason),
-            detail = reason,
-            column = field;
+        perform aqd.refuse_key(idempotency_key, on_conflict, idempotency_ttl_hours, key_scope);
     end if;
     select k.id, k.outcome, k.differs, k.state, k.due_at, k.made_at, k.goes_to
     into id, outcome, differs, state, due_at, made_at, goes_to
@@ -321,43 +318,24 @@ begin
 end
 $$;
 
-alter function aqd.hold_keys security definer set search_path = pg_catalog, pg_temp;
-
-revoke execute on function aqd.submit_many, aqd.submit_keyed, aqd.hold_keys from public;
-
--- So far everybody could call aqd.enqueue, and needed rights to INSERT. Who has those may submit from now on; where an
--- administrator has said who may call it, that stays.
-do $$
+-- As in 0003, for keys that aqd.submit_keyed would take: what it leaves behind stays until they expire.
+create or replace function aqd.hold_keys(key_scope text, keys text[]) returns bigint
+language plpgsql security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off as $$
 declare
-    open_to_all constant boolean := (select p.proacl is null from pg_proc p where p.oid = 'aqd.enqueue'::regproc);
-    given record;
+    held bigint;
 begin
-    if open_to_all then
-        revoke execute on function aqd.enqueue from public;
-    end if;
-    for given in
-        select case when a.grantee = 0 then 'public' else quote_ident(r.rolname) end as role,
-               a.oid = 'aqd.jobs'::regclass as plain
-        from (
-            select c.oid, e.grantee, e.privilege_type
-            from pg_class c cross join lateral aclexplode(c.relacl) as e
-            union
-            select c.attrelid, e.grantee, e.privilege_type
-            from pg_attribute c cross join lateral aclexplode(c.attacl) as e
-        ) as a
-        left join pg_roles r on r.oid = a.grantee
-        where a.oid in ('aqd.jobs'::regclass, 'aqd.idempotency_keys'::regclass)
-          and a.privilege_type = 'INSERT' and (a.grantee = 0 or r.oid is not null)
-        union
-        select 'pg_write_all_data', plain from unnest('{t,f}'::boolean[]) as plain  -- may INSERT anywhere
-    loop
-        if given.plain and open_to_all then
-            execute format('grant execute on function aqd.enqueue to %s', given.role);
-        end if;
-        execute format('grant execute on function %s to %s',
-                       case when given.plain then 'aqd.submit_many' else 'aqd.submit_keyed, aqd.hold_keys' end,
-                       given.role);
-    end loop;
+    perform aqd.refuse_key(u.key, 'return', 24, key_scope) from unnest(hold_keys.keys) as u(key);
+    insert into aqd.idempotency_keys as k (scope, key, job_id, expires_at, request)
+    select key_scope, u.key, 0, '-infinity', 'null'
+    from (select distinct u.key collate "C" as key from unnest(hold_keys.keys) as u(key) order by 1) as u
+    on conflict on constraint idempotency_keys_pkey do update set job_id = k.job_id where false;
+    select count(l.id) into held
+    from (select k.job_id from aqd.idempotency_keys k
+          where k.scope = key_scope and k.key = any(hold_keys.keys) and k.expires_at > now()
+          order by k.job_id) as i
+    cross join lateral (select j.id from aqd.jobs j
+                        where j.id = i.job_id and j.state = 'QUEUED' for no key update) as l;
+    return held;
 end
 $$;
 
@@ -417,7 +395,49 @@ $$;
 -- It locks the queue's row.
 alter function aqd.queue_room security definer set search_path = pg_catalog, pg_temp;
 
-revoke execute on function aqd.create_history_partition, aqd.drop_history_partition, aqd.queue_room from public;
+-- So far everybody could call all these, and needed rights to the tables. Who has those may from now on: to INSERT, who
+-- submits; to UPDATE what a claim writes, a daemon; to DELETE from the history, who drops old days of it. Where somebody
+-- has said who may call aqd.enqueue, that stays. A list of rights that is null says: the owner's alone.
+do $$
+declare
+    open_to_all constant boolean := exists (
+        select from pg_proc p cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as e
+        where p.oid = 'aqd.enqueue'::regproc and e.grantee = 0 and e.privilege_type = 'EXECUTE');
+    given record;
+begin
+    revoke execute on function aqd.submit_many, aqd.submit_keyed, aqd.hold_keys, aqd.queue_room,
+        aqd.create_history_partition, aqd.drop_history_partition from public;
+    if open_to_all then
+        revoke execute on function aqd.enqueue from public;
+    end if;
+    for given in
+        with needed (object, privilege, functions) as (
+            values ('aqd.jobs'::regclass, 'INSERT', 'aqd.submit_many'),
+                   ('aqd.idempotency_keys', 'INSERT', 'aqd.submit_keyed, aqd.hold_keys'),
+                   ('aqd.jobs', 'UPDATE', 'aqd.queue_room, aqd.create_history_partition'),
+                   ('aqd.job_history', 'DELETE', 'aqd.drop_history_partition')
+            union all
+            select 'aqd.jobs', 'INSERT', 'aqd.enqueue' where open_to_all
+        ), may (object, privilege, grantee) as (
+            select c.oid, e.privilege_type, e.grantee
+            from pg_class c cross join lateral aclexplode(coalesce(c.relacl, acldefault('r', c.relowner))) as e
+            union
+            select a.attrelid, e.privilege_type, e.grantee
+            from pg_attribute a cross join lateral aclexplode(a.attacl) as e
+            where e.privilege_type = 'INSERT' or a.attname = 'lease_token'
+        )
+        select n.functions, case when m.grantee = 0 then 'public' else quote_ident(r.rolname) end as role
+        from needed n
+        join may m on m.object = n.object and m.privilege = n.privilege
+        left join pg_roles r on r.oid = m.grantee
+        where m.grantee = 0 or r.oid is not null
+        union
+        select n.functions, 'pg_write_all_data' from needed n  -- may INSERT, UPDATE and DELETE anywhere
+    loop
+        execute format('grant execute on function %s to %s', given.functions, given.role);
+    end loop;
+end
+$$;
 
 -- --- roles
 
@@ -512,13 +532,31 @@ begin
 end
 $$;
 
--- Gives each role that is there what its duty needs, and nothing else. For the owner of the schema, who needs no right
--- over the roles.
+-- Takes from everybody the functions that have their owner's rights: a new function is everybody's, and so is each one
+-- of a dump without rights. For the owner of the schema.
+create function aqd.revoke_public() returns void
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+declare
+    everybodys regprocedure;
+begin
+    for everybodys in
+        select p.oid
+        from pg_proc p cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as e
+        where p.pronamespace = 'aqd'::regnamespace and p.prosecdef and e.grantee = 0
+    loop
+        execute format('revoke execute on routine %s from public', everybodys);
+    end loop;
+end
+$$;
+
+-- Gives each role that is there what its duty needs, and nothing else, and leaves nothing to everybody. For the owner of
+-- the schema, who needs no right over the roles.
 create function aqd.grant_rights() returns void
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
     given record;
 begin
+    perform aqd.revoke_public() from aqd.roles limit 1;  -- where there are none, somebody else says who may do what
     perform aqd.revoke_rights();
     for given in
         select 'schema aqd' as object, 'usage' as rights, r.role, 0 as place

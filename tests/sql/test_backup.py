@@ -13,6 +13,7 @@ import pytest
 
 from aqd import client, migrate, roles, store
 from aqd.config import Database
+from aqd.database import Connection
 from aqd.errors import AqdError
 from tests.fixtures.jobs import Jobs
 from tests.fixtures.postgres import Postgres, local_binaries
@@ -107,6 +108,18 @@ def test_a_dump_during_load(
         pg.drop_database(name)
 
 
+def everybodys(conn: Connection) -> set[str]:
+    """The functions with their owner's rights that everybody may call."""
+    return {
+        row[0]
+        for row in conn.execute(
+            """select p.proname::text
+               from pg_proc p cross join aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as e
+               where p.pronamespace = 'aqd'::regnamespace and p.prosecdef and e.grantee = 0"""
+        )
+    }
+
+
 def test_roles_after_a_restore(pg: Postgres, database_url: str, tmp_path: Path) -> None:
     """A dump without owners and rights fits any server; the command gives them anew."""
     import os
@@ -121,7 +134,12 @@ def test_roles_after_a_restore(pg: Postgres, database_url: str, tmp_path: Path) 
                 assert migrate.check(restored).problem is None
                 may = f"select has_table_privilege('{prefix}_api', 'aqd.jobs', 'select')"
                 assert restored.execute(may.encode()).fetchone() == (False,)
+                assert "end_cancelled" in everybodys(restored)
+                with restored.transaction(force_rollback=True):  # who has no roles
+                    restored.execute("select aqd.revoke_public()")
+                    assert everybodys(restored) == set()
                 assert roles.set_up(restored, prefix).created == []
+                assert everybodys(restored) == set()
                 assert restored.execute(may.encode()).fetchone() == (True,)
             # With them it fits the same server, or one where the roles have been made.
             names.append(dump_and_restore(pg, database_url, tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,54 @@ def test_a_killed_node_counts_as_gone_after_a_while(
             migrate.migrate(conn, newer)
         monkeypatch.setattr(migrate, "NODE_TTL_S", migrate.NODE_TTL_S - 10)
         assert len(migrate.migrate(conn, newer)) == 1
+
+
+def test_a_node_that_registers_at_that_moment_is_seen(database_url: str, tmp_path: Path) -> None:
+    """And whoever comes later waits until the migration is over."""
+    held = "relation = 'aqd.nodes'::regclass and mode = 'ShareRowExclusiveLock'"
+    newer = further(
+        tmp_path,
+        f"""-- aqd: breaking
+do $$ begin
+    if not exists (select from pg_locks where {held} and granted and pid = pg_backend_pid()) then
+        raise exception 'anybody may come';
+    end if;
+end $$;""",
+    )
+    with (
+        psycopg.connect(database_url) as node,
+        store.connect(Database(url=database_url), "test") as conn,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        node.execute("insert into aqd.nodes values ('n', 'new', now(), now(), 1, 1, 1, '0', 'running', '{}')")
+        migration = pool.submit(migrate.migrate, conn, newer)
+        try:
+            wait_until(
+                lambda: (
+                    node.execute(f"select from pg_locks where {held} and not granted".encode()).fetchone()
+                    is not None
+                )
+            )
+        finally:
+            node.commit()
+        with pytest.raises(SchemaMismatch, match="stop them first"):
+            migration.result(30)
+        node.execute("delete from aqd.nodes")
+        node.commit()
+        assert len(migrate.migrate(conn, newer)) == 1
+
+
+def test_a_node_with_a_long_ttl_gives_signs_often_enough(start_daemon: Callable[..., Any], jobs: Any) -> None:
+    """The migration knows no node's configuration."""
+    start_daemon({"keeper": {"node_ttl_s": 86400}})
+    jobs.wait(jobs.add(), "COMPLETED")
+
+    def seen() -> Any:
+        return jobs.conn.execute("select max(seen_at) as at from aqd.nodes").fetchone()["at"]
+
+    for _ in range(2):
+        last = seen()
+        wait_until(lambda last=last: seen() > last, migrate.NODE_TTL_S)
 
 
 def test_nobody_is_waited_for_where_nothing_is_pending(database_url: str) -> None:

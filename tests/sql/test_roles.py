@@ -281,6 +281,16 @@ def test_functions_with_the_owners_rights_are_bounded(server: Server, urls: dict
     assert server.admin.execute("select count(*) from aqd.jobs").fetchone() == (1,)
 
 
+def test_keys_that_could_not_be_submitted_are_not_held(server: Server, urls: dict[str, str]) -> None:
+    with psycopg.connect(urls["submit"], autocommit=True) as conn:
+        for scope, key in (("", "k" * 256), ("", ""), ("", None), ("s" * 129, "k")):
+            with pytest.raises(psycopg.errors.InvalidParameterValue):
+                conn.execute("select aqd.hold_keys(%s, %s::text[])", [scope, ["good", key]])
+        assert server.admin.execute("select count(*) from aqd.idempotency_keys").fetchone() == (0,)
+        conn.execute("select aqd.hold_keys(%s, %s)", ["s" * 128, ["k" * 255]])
+    assert server.admin.execute("select count(*) from aqd.idempotency_keys").fetchone() == (1,)
+
+
 def test_the_daemon_vacuums_where_it_can(server: Server, urls: dict[str, str], pg: Postgres) -> None:
     """And asks before: dead_tuples says whether it may."""
     with psycopg.connect(urls["daemon"], autocommit=True) as conn:

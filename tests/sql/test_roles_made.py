@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -177,34 +178,133 @@ def test_who_is_given_a_duty_twice_or_a_name_that_is_none(server: Server) -> Non
             roles.set_up(again, server.prefix)
 
 
-def test_who_could_submit_before_can_submit_after(server: Server, pg: Postgres, tmp_path: Path) -> None:
-    """Roles of one's own, as the README of the version before had them; and who could not, cannot now."""
-    inserts, reads = server.user("inserts"), server.user("reads")
-    name = pg.create_database()
-    before = tmp_path / "before"
-    before.mkdir()
+@pytest.fixture
+def before(server: Server, pg: Postgres, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database of the version before roles."""
+    files = tmp_path / "before"
+    files.mkdir()
     for file in sorted((ROOT / "sql/migrations").glob("*.sql"))[:5]:
-        (before / file.name).write_text(file.read_text())
-    try:
-        with store.connect(Database(url=pg.url(name)), "test") as conn:
-            migrate.migrate(conn, before)
-            user = server.users[0]
-            conn.execute(
-                f"grant usage on schema aqd to {user}, {server.users[1]};"
-                f"grant select, insert on aqd.jobs, aqd.idempotency_keys to {user};"
-                f"grant select on aqd.sleeps, aqd.wakes, aqd.handlers to {user};"
-                f"grant select on aqd.jobs, aqd.sleeps, aqd.wakes, aqd.handlers to {server.users[1]}".encode()
+        (files / file.name).write_text(file.read_text())
+    name = pg.create_database()
+    with store.connect(Database(url=pg.url(name)), "test") as conn:
+        migrate.migrate(conn, files)
+    yield pg.url(name)
+    pg.drop_database(name)
+
+
+def callable_by(url: str, role: str) -> set[str]:
+    """Which functions with their owner's rights ``role`` may call."""
+    with psycopg.connect(url) as conn:
+        return {
+            row[0]
+            for row in conn.execute(
+                "select proname::text from pg_proc where pronamespace = 'aqd'::regnamespace and prosecdef"
+                " and has_function_privilege(%s, oid, 'execute')",
+                [role],
             )
+        }
+
+
+SUBMITTING = {"enqueue", "submit_many", "submit_keyed", "hold_keys"}
+
+
+def test_who_could_submit_before_can_submit_after(server: Server, before: str) -> None:
+    """Roles of one's own, as the README of the version before had them; and who could not, cannot now."""
+    server.user("inserts")
+    server.user("reads")
+    inserts, reads = server.users
+    with store.connect(Database(url=before), "test") as conn:
+        conn.execute(
+            f"grant usage on schema aqd to {inserts}, {reads};"
+            f"grant select, insert on aqd.jobs, aqd.idempotency_keys to {inserts};"
+            f"grant select on aqd.sleeps, aqd.wakes, aqd.handlers to {inserts};"
+            f"grant update (cancel_requested_at) on aqd.jobs to {inserts};"
+            f"grant select on aqd.jobs, aqd.sleeps, aqd.wakes, aqd.handlers to {reads}".encode()
+        )
+        migrate.migrate(conn)
+    assert callable_by(before, inserts) == SUBMITTING, "and he claims nothing"
+    assert callable_by(before, reads) == set()
+    with psycopg.connect(server.url_of(inserts, before), autocommit=True) as conn:
+        client.enqueue(conn, "noop")
+        client.enqueue(conn, "noop", idempotency_key="a")
+        client.enqueue_many(conn, [{"type": "noop"}])
+    with psycopg.connect(server.url_of(reads, before), autocommit=True) as conn:
+        for statement in ("select aqd.enqueue('noop')", "select aqd.hold_keys('', '{a}')"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(statement.encode())
+
+
+def test_who_was_named_beside_everybody(server: Server, before: str) -> None:
+    """A grant makes PostgreSQL write out that everybody may; he who was named keeps his."""
+    server.user("named")
+    server.user("inserts")
+    server.user("nobody")
+    named, inserts, nobody = server.users
+    with store.connect(Database(url=before), "test") as conn:
+        conn.execute(f"grant execute on function aqd.enqueue to {named}".encode())
+        conn.execute(f"grant insert on aqd.jobs to {inserts}".encode())
+        migrate.migrate(conn)
+    assert callable_by(before, named) == {"enqueue"}
+    assert callable_by(before, inserts) == {"enqueue", "submit_many"}
+    assert callable_by(before, nobody) == set()
+
+
+def test_where_everybody_could_everybody_can(server: Server, before: str) -> None:
+    """Until somebody asks for roles."""
+    server.user("nobody")
+    with store.connect(Database(url=before), "test") as conn:
+        conn.execute("grant insert on aqd.jobs to public")
+        migrate.migrate(conn)
+        assert callable_by(before, server.users[0]) == {"enqueue", "submit_many"}
+        roles.set_up(conn, server.prefix)
+        assert callable_by(before, server.users[0]) == set()
+        conn.execute("drop schema aqd cascade")
+
+
+def test_a_daemon_by_grants_of_its_own_goes_on(server: Server, before: str) -> None:
+    """It held a queue's row by its own right to UPDATE; old days only where it might DELETE them."""
+    server.user("daemon")
+    server.user("columns")
+    daemon, columns = server.users
+    with store.connect(Database(url=before), "test") as conn:
+        conn.execute(
+            f"grant usage on schema aqd to {daemon}, {columns};"
+            f"grant select, update on aqd.jobs, aqd.queues to {daemon}; grant delete on aqd.job_history to {daemon};"
+            f"grant update (state, lease_token) on aqd.jobs to {columns};"
+            "insert into aqd.queues (queue, max_running) values ('narrow', 3)".encode()
+        )
+        migrate.migrate(conn)
+    assert callable_by(before, daemon) == {
+        "queue_room",
+        "create_history_partition",
+        "drop_history_partition",
+    }
+    assert callable_by(before, columns) == {"queue_room", "create_history_partition"}
+    with psycopg.connect(server.url_of(daemon, before)) as conn:
+        assert conn.execute("select aqd.queue_room('narrow', 9)").fetchone() == (3,)
+
+
+def test_a_schema_that_is_not_its_tables_owners(server: Server, before: str) -> None:
+    """A superuser made it for him: he is told what to do, and loses nothing when the superuser migrates."""
+    server.user("tables")
+    owner = server.users[0]
+    with store.connect(Database(url=before), "test") as conn:
+        chief = conn.execute("select current_user").fetchone()
+        assert chief is not None
+        conn.execute(f"grant create, usage on schema aqd to {owner}".encode())
+        for kind, thing in conn.execute(
+            """select 'table', c.oid::regclass::text from pg_class c
+               where c.relnamespace = 'aqd'::regnamespace and c.relkind in ('r', 'p', 'v')
+               union all
+               select 'routine', p.oid::regprocedure::text from pg_proc p
+               where p.pronamespace = 'aqd'::regnamespace"""
+        ).fetchall():
+            conn.execute(f"alter {kind} {thing} owner to {owner}".encode())
+        with store.connect(Database(url=server.url_of(owner, before)), "test") as mine:
+            told = f"belongs to the role {chief[0]}, .*: alter schema aqd owner to {owner}$"
+            with pytest.raises(SchemaMismatch, match=told):
+                migrate.migrate(mine)
             migrate.migrate(conn)
-        with psycopg.connect(server.url_of(server.users[0], pg.url(name)), autocommit=True) as conn:
-            client.enqueue(conn, "noop")
-            client.enqueue(conn, "noop", idempotency_key="a")
-            client.enqueue_many(conn, [{"type": "noop"}])
-        with psycopg.connect(server.url_of(server.users[1], pg.url(name)), autocommit=True) as conn:
-            for statement in ("select aqd.enqueue('noop')", "select aqd.hold_keys('', '{a}')"):
-                with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                    conn.execute(statement.encode())
-    finally:
-        pg.drop_database(name)
-    assert inserts
-    assert reads
+            client.enqueue(mine, "noop", idempotency_key="a")
+            client.enqueue_many(mine, [{"type": "noop"}])
+    assert callable_by(before, owner) >= SUBMITTING | {"queue_room", "drop_history_partition"}

@@ -15,8 +15,8 @@ from tests.sql.support import Queue
 
 ALL = sorted(statements.load_all().values())
 PREPARABLE = [statement for statement in ALL if statement.kind != "ddl"]
-# CREATE and DROP cannot be prepared; the migration tests run them.
-UTILITY = {"create_migrations", "create_migrations_schema", "drop_schema"}
+# CREATE, DROP and LOCK cannot be prepared; the migration tests run them.
+UTILITY = {"create_migrations", "create_migrations_schema", "drop_schema", "lock_nodes"}
 
 
 @pytest.mark.parametrize("statement", ALL, ids=lambda statement: statement.name)
