@@ -98,9 +98,9 @@ def test_an_asynchronous_standby_lacks_the_newest(pair, start_daemon, side, tmp_
     assert before.wait_all(known) == {"COMPLETED": 50}
     gate = tmp_path / "go"
     lost = before.add_many(2, [{"wait_file": str(gate)}])
-    waiting = before.add_many(50)
     for job in lost:
         side.wait_start(job)
+    waiting = before.add_many(50)  # both slots are taken: none of them is done before the last copy
     pair.wait_caught_up()
     pair.stop_replication()
     gate.touch()
