@@ -7,6 +7,7 @@ has left the machine.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -140,6 +141,26 @@ def test_mistakes_of_who_builds(tmp_path: Path) -> None:
         )
 
 
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """Where it may fetch nothing: neither half a set of wheels in the cache nor its own environment."""
+    cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+    scratch.mkdir()
+    places = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(scratch)}
+    done = subprocess.run(
+        [ROOT / "packaging/build-deb", "bookworm"],
+        env={**os.environ, **places, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "the wheels could not be fetched" in done.stdout
+    assert list((cache / "aqd/deb").iterdir()) == []
+    assert list(scratch.iterdir()) == []
+
+
 def test_bookworm_from_installation_to_purge(boot: Callable[..., Machine], scratch: Path) -> None:
     host = _host(boot, "bookworm")
     first = debian.package("bookworm")
@@ -152,6 +173,8 @@ def test_bookworm_from_installation_to_purge(boot: Callable[..., Machine], scrat
     upgrade_under_load(host, first, second)
     third = debian.successor(first, "0.10", {"later": "online", "much_later": "breaking"}, scratch)
     downgrades(host, first, second, third)
+    instance(host)
+    scripts_again(host)
     remove_and_install_again(host, third)
     purge(host)
 
@@ -189,6 +212,10 @@ def install(host: Host, deb: Path) -> None:
         "/usr/share/doc/aqd/README.md.gz",
     ):
         assert machine.path(path).is_file(), path
+    # Nothing of the place where it was built.
+    assert not machine.sh(
+        "grep -rlIE '^(command = |../../../bin/)' /usr/lib/aqd/pyvenv.cfg /usr/lib/aqd/lib/python*/site-packages/*.dist-info/RECORD || :"
+    )
     shown = json.loads(host.aqd("config", "show", "--json"))
     assert shown["plugins.dir"] == {"value": "/etc/aqd/plugins.d", "source": "/etc/aqd/aqd.toml"}
     assert shown["plugins.venv"] == {"value": "/var/lib/aqd/plugins-venv", "source": "/etc/aqd/aqd.toml"}
@@ -226,6 +253,12 @@ def secrets(host: Host) -> None:
     )
     assert machine.sh(code) in ("401", "403")
     assert machine.sh(f"{code} -H 'x-admin-key: {key}'") == "200"
+    readme = machine.read("/usr/share/doc/aqd/README.Debian")
+    (command,) = (line.strip() for line in readme.splitlines() if line.startswith("  systemd-run"))
+    machine.sh("echo DATABASE_URL=postgresql:///elsewhere >>/etc/default/aqd")
+    assert '"elsewhere" does not exist' in machine.sh(command, check=False)
+    machine.sh("sed --in-place /^DATABASE_URL=/d /etc/default/aqd")
+    machine.sh(command)
     machine.write("/etc/aqd/database_url", "postgresql:///aqd?application_name=secret\n", 0o600)
     machine.write(
         "/etc/systemd/system/aqd.service.d/secret.conf",
@@ -348,17 +381,57 @@ def downgrades(host: Host, first: Path, second: Path, third: Path) -> None:
     assert "'much_later', is not compatible)" in done.stdout
 
 
+def instance(host: Host) -> None:
+    """A second daemon of the machine, and the API behind its socket."""
+    machine = host.machine
+    machine.write("/etc/aqd/mail.toml", '[daemon]\nruntime_dir = "/run/aqd-mail"\nslots = 1\n')
+    machine.sh("systemctl enable aqd@mail aqd-api.socket && systemctl start aqd@mail", timeout_s=120)
+    machine.sh("systemctl stop aqd-api && systemctl start aqd-api.socket aqd-api", timeout_s=120)
+
+
+ALL = ("aqd", "aqd@mail", "aqd-api.socket", "aqd-api")
+
+
+def scripts_again(host: Host) -> None:
+    """What dpkg does after failures: scripts that run twice, and ones that take back what others did."""
+    machine = host.machine
+
+    def script(name: str, *arguments: str) -> None:
+        environment = ("DPKG_MAINTSCRIPT_PACKAGE=aqd", f"DPKG_MAINTSCRIPT_NAME={name}")
+        machine.run("env", *environment, f"/var/lib/dpkg/info/aqd.{name}", *arguments, timeout_s=180)
+
+    def states() -> list[str]:
+        return [host.active(unit) for unit in ALL]
+
+    on, off = "active", "inactive"
+    assert states() == [on, on, on, on]
+    for words in (["upgrade", "99"], ["upgrade", "99"], ["failed-upgrade", "0.10", "99"]):
+        script("prerm", *words)
+        assert states() == [off, off, on, on]
+    script("postinst", "configure", "0.10")
+    assert states() == [on, on, on, on]
+    for words, undo in (
+        (["remove"], ["abort-remove"]),
+        (["deconfigure", "in-favour", "x", "1"], ["abort-deconfigure", "in-favour", "x", "1"]),
+    ):
+        script("prerm", *words)
+        assert states() == [off, off, off, off]
+        script("postinst", *undo)
+        assert states() == [on, on, on, on]
+    assert not machine.path("/run/aqd.upgrade").exists()
+
+
 def remove_and_install_again(host: Host, deb: Path) -> None:
     machine = host.machine
     machine.run("dpkg", "--remove", "aqd", timeout_s=180)
-    assert host.active("aqd") == "inactive"
-    assert host.active("aqd-api") == "inactive"
+    for unit in ALL:
+        assert host.active(unit) == "inactive", unit
     assert not machine.path("/usr/lib/aqd").exists()
     assert "slots = 3\n" in machine.read("/etc/aqd/aqd.toml")
     host.install(deb)
     assert "slots = 3\n" in machine.read("/etc/aqd/aqd.toml")
-    assert host.active("aqd") == "active"
-    assert host.active("aqd-api") == "active"
+    for unit in ALL:
+        assert host.active(unit) == "active", unit
     assert host.finished(host.submit("packed", {}))["result"] == "packed"
 
 
@@ -371,6 +444,7 @@ def purge(host: Host) -> None:
     )
     assert sorted(left.split()) == [
         "/etc/aqd/database_url",
+        "/etc/aqd/mail.toml",
         "/etc/aqd/plugins.d/fate.py",
         "/var/lib/aqd/pdf/1.pdf",
         "/var/lib/aqd/side",

@@ -64,6 +64,7 @@ NOT_RUN = {
         "sh",
         1,
     ): "changes the machine as root; tests/system/test_deb.py does it in one of its own",
+    ("Debian's package", "sh", 2): "wants systemd; tests/system/test_deb.py runs the same of README.Debian",
     ("On a server", "sh", 0): "changes the machine as root; its files are looked for below",
     ("On a server", "sh", 1): "changes the machine as root; its files are looked for below",
     ("On a server", "sh", 2): "changes the machine's PostgreSQL as root",
