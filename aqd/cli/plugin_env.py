@@ -210,6 +210,13 @@ def _become_owner(venv: str) -> None:
             ) from None
         os.initgroups(user.pw_name, user.pw_gid)
         os.setgid(user.pw_gid)
+        os.seteuid(uid)
+        if not os.access(sys.executable, os.X_OK, effective_ids=True):
+            os.seteuid(0)  # even to say so takes modules that lie where that user cannot look
+            raise ConfigError(
+                f"plugins.venv: {above} belongs to the user {user.pw_name}, who cannot run {sys.executable}"
+            )
+        os.seteuid(0)
         os.setuid(uid)
         os.environ["HOME"] = user.pw_dir
     os.umask(0o022)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,11 +40,14 @@ KNOWN = {
 }
 
 
-@pytest.mark.skipif(shutil.which("squawk") is None, reason="squawk is not there: pip install squawk-cli")
+SQUAWK = shutil.which("squawk", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"])))
+
+
+@pytest.mark.skipif(SQUAWK is None, reason="squawk is not there: pip install squawk-cli")
 def test_squawk_finds_nothing_new() -> None:
     done = subprocess.run(
         [
-            *("squawk", "--pg-version", "14.0", "--assume-in-transaction", "--reporter", "gcc"),
+            *(str(SQUAWK), "--pg-version", "14.0", "--assume-in-transaction", "--reporter", "gcc"),
             *("--exclude", ",".join(EXCLUDED)),
             *map(str, SHIPPED),
         ],
