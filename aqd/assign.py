@@ -25,9 +25,6 @@ SMALLEST_NS: Final = 400_000
 ALONE_NS: Final = 200_000
 ALONE_MAX: Final = 8
 FRAME_BYTES_MAX: Final = 96 * 1024  # a message's limit is 128 KiB
-# Beside a backlog, all processors busy, 17,000 jobs/s: of claims of 1,000 no-op jobs 99 of 100 took less than 98–145 ms, of
-# 300 less than 25 (with the dispatcher's SWITCH_S; without it 45–49), at the same rate within what runs differ by.
-CLAIM_MAX: Final = 300
 AHEAD_MAX: Final = 2000  # jobs that wait in the dispatcher
 # Jobs that take less than half of it are claimed ahead, so many that each worker has four times as much to do.
 AHEAD_NS: Final = 5_000_000
@@ -116,8 +113,8 @@ class Budget:
         return self.frame_ns or AHEAD_NS
 
     def demand(self, *, idle: int, workers: int, ready: int, mean_ns: float) -> int:
-        """How many jobs to claim now; ``idle``: workers that are, or will be in a moment. Long jobs are not claimed
-        further ahead: another node may be idle."""
+        """How many jobs to claim now, by however many claims; ``idle``: workers that are, or will be in a moment. Long jobs
+        are not claimed further ahead: another node may be idle."""
         if not workers:
             return 0
         if not self.stacks(mean_ns):
@@ -125,7 +122,7 @@ class Budget:
         per_worker = int(self.ahead_ns / mean_ns)
         target = min(AHEAD_MAX, 4 * workers * min(per_worker, FRAME_JOBS_MAX))
         # From half a target on: many small claims cost more than a few large ones.
-        return min(target - ready, CLAIM_MAX) if ready < target / 2 else 0
+        return target - ready if ready < target / 2 else 0
 
 
-__all__ = ["AHEAD_MAX", "CLAIM_MAX", "FRAME_JOBS_MAX", "Budget", "Estimates"]
+__all__ = ["AHEAD_MAX", "FRAME_JOBS_MAX", "Budget", "Estimates"]

@@ -283,6 +283,7 @@ class Claimer(threading.Thread):
     def _claim(self, wanted: Wish) -> bool:
         """Claim and deliver; whether anything was there. :attr:`_dry`: nothing more is, but for what comes now."""
         asked_ns = boottime_ns()
+        wanted, rest = wanted.cut()
         self._notified = False
         self._settled_before = self.settled
         self._asked = wanted.pools
@@ -298,7 +299,9 @@ class Claimer(threading.Thread):
             return False
         if not self._asleep:  # else notifications were counted
             self._arrived(len(jobs))
-        self.wanted = NOTHING  # until the main thread has seen these
+        # Until the main thread has seen these, and says what else it wants. To wait for that between two claims of a
+        # large wish left the workers idle (no-op jobs, with the recorder's change: 35,700 → 40,000 jobs/s).
+        self.wanted = rest if len(jobs) >= wanted.total else NOTHING
         self._deliver(jobs, asked_ns)
         return True
 

@@ -28,6 +28,9 @@ CHANNEL: Final = "aqd_jobs"
 # Its payload is the node that runs the job which was cancelled (aqd.cancel).
 CANCEL_CHANNEL: Final = "aqd_cancel"
 
+# Beside a backlog, all processors busy, 17,000 jobs/s: of claims of 1,000 no-op jobs 99 of 100 took less than 98–145 ms, of
+# 300 less than 25 (with the dispatcher's SWITCH_S; without it 45–49), at the same rate within what runs differ by.
+CLAIM_MAX: Final = 300
 # Above this many lanes one pass over the index is cheaper than a probe for each.
 _MANY_LANES: Final = 5000
 
@@ -96,6 +99,16 @@ class Wish(NamedTuple):
     def exceeds(self, other: "Wish") -> bool:
         """Whether more of some pool is wanted."""
         return any(limit > other.limits.get(pool, 0) for pool, limit in self.limits.items())
+
+    def cut(self) -> tuple["Wish", "Wish"]:
+        """What one claim asks for, and what is left for the next one."""
+        if self.total <= CLAIM_MAX:
+            return self, NOTHING
+        first = self._replace(limits={pool: min(limit, CLAIM_MAX) for pool, limit in self.limits.items()})
+        if len(self.limits) > 1:  # pools share slots: what is left depends on what comes
+            return first, NOTHING
+        (pool,) = self.limits
+        return first, self._replace(limits={pool: self.limits[pool] - CLAIM_MAX})
 
 
 NOTHING: Final = Wish({})

@@ -255,15 +255,20 @@ class Recorder(threading.Thread):
             timeout = None if self.session.connection else self.session.pause_s() or 1.0
             with contextlib.suppress(queue.Empty):
                 batch += self._queue.get(timeout=timeout)
+        self._gather(batch)
         if self._last >= MANY and 0 < len(batch) < self._last:
             time.sleep(LINGER_S)  # not a wait for the queue, which every put would end
+            self._gather(batch)
+        self._last = len(batch)
+        return batch
+
+    def _gather(self, batch: list[Work]) -> None:
+        """What has come meanwhile."""
         while len(batch) < BATCH_MAX:
             try:
                 batch += self._queue.get_nowait()
             except queue.Empty:
                 break
-        self._last = len(batch)
-        return batch
 
     def _write(self, batch: list[Work]) -> None:
         # Leases first: outcomes can wait, and may have to.

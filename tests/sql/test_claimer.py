@@ -10,7 +10,7 @@ import pytest
 
 from aqd import claims, store
 from aqd.claimer import STRIKE_S, Claimer
-from aqd.claims import COMMON, NOTHING, ClaimedJob, Wish
+from aqd.claims import CLAIM_MAX, COMMON, NOTHING, ClaimedJob, Wish
 from aqd.config import Config, Daemon, Database
 from aqd.database import Connection
 from aqd.job import validate
@@ -223,6 +223,45 @@ def test_a_brisk_node_strikes_off_one_that_is_gone(node: Callable[..., Node], qu
     wait_until(struck_under_load)
     assert one.announced == 0
     assert len(one.strikes) == 1
+
+
+def test_a_large_wish_is_met_by_several_claims_without_another_word(
+    node: Callable[..., Node], queue: Queue
+) -> None:
+    """The main thread may be busy: what it wants is claimed meanwhile, no more of it, and by claims that are short."""
+    queue.fill(4 * CLAIM_MAX)
+    wish = Wish({COMMON: 2 * CLAIM_MAX + 50})
+    one = node(wish=wish)
+    sizes: list[int] = []
+
+    def deliver(jobs: list[ClaimedJob], _asked_ns: int) -> None:
+        one.jobs += jobs  # and nothing is said of what else is wanted
+        sizes.append(len(jobs))
+
+    one.claimer._deliver = deliver
+    one.start()
+    wait_until(lambda: len(one.jobs) >= wish.total)
+    wait_until(lambda: one.claimer.wanted == NOTHING)
+    one.stop()
+    assert sizes == [CLAIM_MAX, CLAIM_MAX, 50]
+    assert queue.value("select count(*) from aqd.jobs where state = 'PROCESSING'") == wish.total
+
+
+def test_what_is_left_of_a_large_wish_is_given_up_when_nothing_more_is_wanted(
+    node: Callable[..., Node], queue: Queue
+) -> None:
+    queue.fill(3 * CLAIM_MAX)
+    one = node(wish=Wish({COMMON: 3 * CLAIM_MAX}))
+
+    def deliver(jobs: list[ClaimedJob], _asked_ns: int) -> None:
+        one.jobs += jobs
+        one.claimer.wanted = NOTHING
+
+    one.claimer._deliver = deliver
+    one.start()
+    wait_until(lambda: one.jobs)
+    one.stop()
+    assert len(one.jobs) == CLAIM_MAX
 
 
 def test_a_full_node_with_a_backlog_strikes_at_most_once_a_second(

@@ -15,6 +15,7 @@ from aqd.links import Held
 from aqd.process import boottime_ns
 from aqd.recorder import (
     BATCH_MAX,
+    LINGER_S,
     Completed,
     Failed,
     Reconciled,
@@ -171,3 +172,22 @@ def test_of_two_owners_of_a_job_in_one_batch_one_is_counted(
     assert told.counts == once + Counter(["lost"])
     cells = [cell for cell in told.recorder.figures.cells() if cell.metric == "attempts"]
     assert {cell.labels[2]: cell.count for cell in cells} == once
+
+
+def test_a_batch_that_has_come_together_is_not_lingered_for(
+    told: Desk, queue: Queue, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outcomes come by the frame; that one frame is less than the last batch says nothing while others wait behind it."""
+    work = claimed(queue, connect, 200)
+    lingered: list[float] = []
+    monkeypatch.setattr("aqd.recorder.time.sleep", lingered.append)
+    recorder = told.recorder
+    for first in range(0, 100, 20):
+        recorder.put(*work[first : first + 20])
+    recorder._last = 100
+    assert recorder._take() == work[:100]
+    assert not lingered
+    recorder.put(*work[100:120])
+    assert recorder._take() == work[100:120]
+    assert lingered == [LINGER_S]
+    recorder.session.close()

@@ -8,7 +8,6 @@ from aqd.assign import (
     AHEAD_MAX,
     ALONE_MAX,
     ALONE_NS,
-    CLAIM_MAX,
     FRAME_BYTES_MAX,
     FRAME_JOBS_MAX,
     SMALLEST_NS,
@@ -100,7 +99,7 @@ durations = st.one_of(st.just(0.0), st.floats(1.0, 1e12))  # a mean of whole nan
 def test_demand_is_bounded_and_never_negative(idle, workers, ready, mean_ns, frame_ns):
     idle = min(idle, workers)
     wanted = Budget(frame_ns).demand(idle=idle, workers=workers, ready=ready, mean_ns=mean_ns)
-    assert 0 <= wanted <= CLAIM_MAX
+    assert 0 <= wanted <= max(AHEAD_MAX, idle)
     if not workers:
         assert wanted == 0
     if idle > ready:
@@ -114,12 +113,11 @@ def test_long_jobs_are_not_claimed_ahead(idle, ready, wanted):
 
 def test_short_jobs_are_claimed_ahead_also_where_each_travels_alone():
     short = {"idle": 0, "workers": 4, "ready": 0, "mean_ns": MS // 100}
-    assert Budget(0).demand(**short) == Budget(5 * MS).demand(**short) == CLAIM_MAX
+    assert Budget(0).demand(**short) == Budget(5 * MS).demand(**short) == AHEAD_MAX
     assert Budget(0).demand(idle=1, workers=4, ready=0, mean_ns=60 * MS) == 1
 
 
-def test_what_is_claimed_at_once_does_not_bound_what_is_claimed_ahead():
-    """A claim is small so that it is quick; sixteen workers with short jobs still have full frames."""
+def test_short_jobs_are_claimed_ahead_from_half_a_target_on():
     short = {"idle": 0, "workers": 16, "mean_ns": MS // 100}
-    assert Budget(5 * MS).demand(ready=2 * CLAIM_MAX, **short) == CLAIM_MAX
+    assert Budget(5 * MS).demand(ready=AHEAD_MAX // 2 - 1, **short) == AHEAD_MAX // 2 + 1
     assert Budget(5 * MS).demand(ready=AHEAD_MAX // 2, **short) == 0

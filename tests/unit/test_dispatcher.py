@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from aqd import channel, messages, pace, process
-from aqd.claims import ClaimedJob, Wish
+from aqd.claims import CLAIM_MAX, NOTHING, ClaimedJob, Wish
 from aqd.config import Config
 from aqd.dispatcher import Dispatcher
 from aqd.journal import Writer
@@ -158,3 +158,10 @@ def test_the_claimer_is_woken_when_any_pool_wants_more(desk: Desk, monkeypatch: 
         desk.dispatcher._claim([])
         assert claimer.wanted == wish
     assert woken == [less, more]
+
+
+def test_a_wish_is_cut_into_claims() -> None:
+    assert Wish({"": 3}).cut() == (Wish({"": 3}), NOTHING)
+    assert Wish({"": CLAIM_MAX + 7}).cut() == (Wish({"": CLAIM_MAX}), Wish({"": 7}))
+    pools = Wish({"mine": CLAIM_MAX + 7, "": 2}, frozenset({""}), 3, {"mine": 1})
+    assert pools.cut() == (Wish({"mine": CLAIM_MAX, "": 2}, frozenset({""}), 3, {"mine": 1}), NOTHING)

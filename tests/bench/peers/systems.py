@@ -60,7 +60,7 @@ def systems(slots: int = 4) -> list[System]:
             "aqd-single",
             families.AQD,
             f"{slots} slots, one job a frame",
-            3_000,
+            20_000,
             {"daemon": {"slots": slots, "frame_ms": 0}},
         ),
         *(
