@@ -33,13 +33,18 @@ def check() -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draws all panels into one picture, two in a row."""
+    """The whole report."""
+    draw_results(report.results, heading(report), path)
+
+
+def draw_results(results: Sequence[Result], lines: Sequence[str], path: Path) -> None:
+    """All panels in one picture, two in a row, under these lines."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    panels = [panel for result in report.results for panel in _panels(result)]
+    panels = [panel for result in results for panel in _panels(result)]
     columns = min(2, max(1, len(panels)))
     heights = [
         max(panel.height_in for panel in panels[first : first + columns])
@@ -59,7 +64,7 @@ def draw(report: Report, path: Path) -> None:
         panel.draw(place)
     for place in places[len(panels) :]:
         place.set_axis_off()
-    figure.suptitle("\n".join(heading(report)), fontsize=8)
+    figure.suptitle("\n".join(lines), fontsize=8)
     figure.savefig(path, format="png")
     plt.close(figure)
 

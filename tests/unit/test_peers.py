@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from aqd.bench import chart
 from tests.bench.peers import __main__ as program
 from tests.bench.peers import machine, packages, report, runs, servers, systems
 from tests.bench.peers.figures import Drain, Latency, Result, percentile, ratio
@@ -197,6 +198,22 @@ class TestReport:
         assert "50.00" in lines["celery"]
         assert "–" in lines["celery"]  # no WAL
         assert "rq" not in lines
+
+    def test_chart(self, results: dict[str, Result], tmp_path: Path) -> None:
+        drain, latency = report.panels(ALL, results)
+        rates = {row.variant: row.throughput for row in drain.rows}
+        assert rates == {
+            "aqd": 50_000,
+            "aqd-single": 9_000,
+            "graphile-worker-fast": 40_000,
+            "graphile-worker": 3_000,
+            "celery": 1_000,
+        }
+        assert [row.variant for row in latency.rows] == ["aqd", "graphile-worker-fast"]
+        assert latency.rows[1].latency is not None
+        assert (latency.rows[1].latency.p50_ms, latency.rows[1].latency.max_ms) == (2.5, 8.0)
+        chart.draw_results([drain, latency], ["here"], tmp_path / "peers.png")
+        assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
     def test_latency(self, results: dict[str, Result]) -> None:
         output = text(report.latency_table(ALL, results))

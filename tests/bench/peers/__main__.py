@@ -29,8 +29,9 @@ from typing import Any
 import psycopg
 from rich.console import Console
 
+from aqd.bench import chart
 from aqd.bench.database import place
-from aqd.errors import AqdError, ConfigError
+from aqd.errors import AqdError, ConfigError, UserError
 from tests.bench.peers import machine, report
 from tests.bench.peers.figures import Result
 from tests.bench.peers.packages import Cache, Unavailable, default_cache
@@ -59,12 +60,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where packages are installed")
     parser.add_argument("--directory", type=Path, help="where PostgreSQL's files are meanwhile (/var/tmp)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there too")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw it, as a PNG (matplotlib)")
     parser.add_argument("--list", action="store_true", help="show the systems and leave")
     options = parser.parse_args(arguments)
     try:
         options.systems = choose(systems(options.slots), options.only)
         options.directory = place(options.directory)
-    except (ValueError, ConfigError) as error:
+        if options.chart:
+            chart.check()
+    except (ValueError, ConfigError, UserError) as error:
         parser.error(str(error))
     return options
 
@@ -113,6 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     show(console, options.systems, results, about)
     if options.json:
         options.json.write_text(json.dumps(report.document(options.systems, results, about), indent=1) + "\n")
+    if options.chart:
+        machine_line = ", ".join(f"{name} {what}" for name, what in about["machine"].items())
+        chart.draw_results(report.panels(options.systems, results), [machine_line], options.chart)
     return status or (1 if report.skipped(options.systems, results) else 0)
 
 

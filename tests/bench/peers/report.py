@@ -1,4 +1,4 @@
-"""What the comparison prints: rich tables, and the same as JSON."""
+"""What the comparison prints: rich tables, and the same as JSON and for a chart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from aqd.bench.results import Latency, Row, Run
+from aqd.bench.results import Result as Panel
 from tests.bench.peers.figures import Result, ratio
 from tests.bench.peers.systems import System
 
@@ -121,3 +123,27 @@ def document(systems: Sequence[System], results: Results, about: Mapping[str, An
             for each in systems
         },
     }
+
+
+def panels(systems: Sequence[System], results: Results) -> list[Panel]:
+    """The same as panels of :mod:`aqd.bench.chart`."""
+    drains = Panel(scenario="drain", summary="no-op jobs, first start to last record")
+    latencies = Panel(scenario="latency", summary="idle, one job at a time")
+    for each in systems:
+        found = results[each.name]
+        if found.drains:
+            runs = [Run(total_s=drain.seconds, throughput=drain.rate) for drain in found.drains]
+            row = Row(variant=each.name, jobs=found.drains[0].jobs, throughput=found.rate, runs=runs)
+            drains.rows.append(row)
+        if found.latencies:
+            count = sum(len(each_round.values) for each_round in found.latencies)
+            shown = Latency(
+                count=count,
+                mean_ms=sum(map(sum, (each_round.values for each_round in found.latencies))) / count,
+                p50_ms=found.latency(50) or 0.0,
+                p95_ms=found.latency(95) or 0.0,
+                p99_ms=found.latency(99) or 0.0,
+                max_ms=max(max(each_round.values) for each_round in found.latencies),
+            )
+            latencies.rows.append(Row(variant=each.name, jobs=count, latency=shown))
+    return [each for each in (drains, latencies) if each.rows]
