@@ -100,15 +100,18 @@ class Wish(NamedTuple):
         """Whether more of some pool is wanted."""
         return any(limit > other.limits.get(pool, 0) for pool, limit in self.limits.items())
 
-    def cut(self) -> tuple["Wish", "Wish"]:
-        """What one claim asks for, and what is left for the next one."""
+    def one_claim(self) -> "Wish":
+        """What the next claim asks for."""
         if self.total <= CLAIM_MAX:
-            return self, NOTHING
-        first = self._replace(limits={pool: min(limit, CLAIM_MAX) for pool, limit in self.limits.items()})
-        if len(self.limits) > 1:  # pools share slots: what is left depends on what comes
-            return first, NOTHING
+            return self
+        return self._replace(limits={pool: min(limit, CLAIM_MAX) for pool, limit in self.limits.items()})
+
+    def less(self, number: int) -> "Wish":
+        """What is left of it when so many jobs have been claimed. Pools share slots: there it depends on what came."""
+        if len(self.limits) != 1 or self.total <= number:
+            return NOTHING
         (pool,) = self.limits
-        return first, self._replace(limits={pool: self.limits[pool] - CLAIM_MAX})
+        return self._replace(limits={pool: self.total - number})
 
 
 NOTHING: Final = Wish({})

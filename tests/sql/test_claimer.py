@@ -250,14 +250,17 @@ def test_a_large_wish_is_met_by_several_claims_without_another_word(
 def test_what_is_left_of_a_large_wish_is_given_up_when_nothing_more_is_wanted(
     node: Callable[..., Node], queue: Queue
 ) -> None:
+    """Also where that is said while the claim is under way."""
     queue.fill(3 * CLAIM_MAX)
     one = node(wish=Wish({COMMON: 3 * CLAIM_MAX}))
+    claim = one.claimer.book.claim
 
-    def deliver(jobs: list[ClaimedJob], _asked_ns: int) -> None:
-        one.jobs += jobs
+    def claim_meanwhile(conn: Connection, wish: int | Wish) -> list[ClaimedJob]:
         one.claimer.wanted = NOTHING
+        return claim(conn, wish)
 
-    one.claimer._deliver = deliver
+    one.claimer.book.claim = claim_meanwhile  # type: ignore[method-assign]
+    one.claimer._deliver = lambda jobs, _asked_ns: one.jobs.extend(jobs)
     one.start()
     wait_until(lambda: one.jobs)
     one.stop()

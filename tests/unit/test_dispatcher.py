@@ -160,8 +160,12 @@ def test_the_claimer_is_woken_when_any_pool_wants_more(desk: Desk, monkeypatch: 
     assert woken == [less, more]
 
 
-def test_a_wish_is_cut_into_claims() -> None:
-    assert Wish({"": 3}).cut() == (Wish({"": 3}), NOTHING)
-    assert Wish({"": CLAIM_MAX + 7}).cut() == (Wish({"": CLAIM_MAX}), Wish({"": 7}))
+def test_a_wish_is_met_by_claims() -> None:
+    large = Wish({"": CLAIM_MAX + 7})
+    assert Wish({"": 3}).one_claim() == Wish({"": 3})
+    assert large.one_claim() == Wish({"": CLAIM_MAX})
+    assert large.less(CLAIM_MAX) == Wish({"": 7})
+    assert large.less(CLAIM_MAX + 7) == NOTHING.less(1) == NOTHING
     pools = Wish({"mine": CLAIM_MAX + 7, "": 2}, frozenset({""}), 3, {"mine": 1})
-    assert pools.cut() == (Wish({"mine": CLAIM_MAX, "": 2}, frozenset({""}), 3, {"mine": 1}), NOTHING)
+    assert pools.one_claim() == Wish({"mine": CLAIM_MAX, "": 2}, frozenset({""}), 3, {"mine": 1})
+    assert pools.less(CLAIM_MAX) == NOTHING
