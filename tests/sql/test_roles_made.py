@@ -178,6 +178,26 @@ def test_who_is_given_a_duty_twice_or_a_name_that_is_none(server: Server) -> Non
             roles.set_up(again, server.prefix)
 
 
+def test_old_transactions_of_others_are_seen_with_pg_read_all_stats(
+    server: Server, urls: dict[str, str]
+) -> None:
+    with (
+        psycopg.connect(urls["api"]) as other,
+        store.connect(Database(url=urls["daemon"]), "test") as conn,
+    ):
+        other.execute("set transaction isolation level repeatable read")
+        other.execute("select count(*) from aqd.jobs")
+        assert database.run(conn, "table_health")[0][1:] == (None, None)
+        # Who it is can be seen, but not since when or for which application.
+        hidden = f"session {other.info.backend_pid} of {server.prefix}_u_api (),  for  s"
+        assert database.run(conn, "oldest_snapshot")[0][2] == hidden
+        server.admin.execute(f"grant pg_read_all_stats to {server.role('daemon')}".encode())
+        age_s, holder = database.run(conn, "table_health")[0][1:]
+        assert age_s > 0
+        assert f"session {other.info.backend_pid} of " in holder
+        assert "idle in transaction for " in database.run(conn, "oldest_snapshot")[0][2]
+
+
 @pytest.fixture
 def before(server: Server, pg: Postgres, tmp_path: Path) -> Iterator[str]:
     """The URL of a database of the version before roles."""

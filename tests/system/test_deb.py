@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -363,6 +364,13 @@ def downgrades(host: Host, first: Path, second: Path, third: Path) -> None:
     assert host.finished(host.submit("echo", 2))["result"] == 2
 
     machine.sh("systemctl stop old", timeout_s=120)
+    # A package that is only unpacked can be asked, and could migrate.
+    machine.copy(third, f"/root/{third.name}")
+    machine.sh(f"dpkg-deb -x /root/{third.name} /tmp/aqd-next && chmod 755 /tmp/aqd-next")
+    packages = machine.sh("echo /tmp/aqd-next/usr/lib/aqd/lib/python3*/site-packages")
+    python = ("runuser", "-u", "aqd", "--", "env", f"PYTHONPATH={packages}", "/usr/bin/python3", "-m", "aqd")
+    said = machine.run(*python, "db", "status", check=False).stdout
+    assert re.search(r"much_later +breaking +pending", said), said
     host.install(third)
     assert host.finished(host.submit("echo", 3))["result"] == 3
     before = machine.show("aqd", "MainPID", "ActiveState")
