@@ -39,5 +39,8 @@ def new_command(name: str, scopes: tuple[str, ...], as_json: bool) -> None:
         print_json({"name": name, "key": key, "sha256": keys.digest(key), "scopes": given})
         return
     click.echo(f"The key, shown this once: {key}")
-    click.echo("For the file that api.keys_file names; then `aqd reload`, or SIGHUP to `aqd api`:\n")
+    click.echo(
+        "For the file that api.keys_file names; then `systemctl reload aqd-api` (SIGHUP to `aqd api`),"
+        " or `aqd reload` under --with-api:\n"
+    )
     click.echo(f"[keys.{name}]\nsha256 = {toml(keys.digest(key))}\nscopes = {toml(given)}")
