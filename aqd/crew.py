@@ -264,7 +264,7 @@ class Crew:
         if seat.pid is not None:
             self.worker_died(seat.pid, seat.incarnation, expected and status.ok and current < 0)
         if not (expected and status.ok):
-            job = str(seat.page.entry(current).job_id) if current >= 0 else None
+            entry = seat.page.entry(current) if current >= 0 else None
             why = reason.name.lower() if reason else "oom" if oom else str(status)
             self.restarts[why] = self.restarts.get(why, 0) + 1
             more = {} if seat.page.started else {"output": _last_words(seat.output_fd)}
@@ -274,7 +274,8 @@ class Crew:
                 child=seat.pid,
                 status=str(status),
                 reason=why,
-                job_id=job,
+                job_id=None if entry is None else str(entry.job_id),
+                attempt=None if entry is None else entry.attempt,
                 **more,
             )
         else:
@@ -400,8 +401,9 @@ class Crew:
 
     def _kill(self, seat: Seat, number: int, reason: StopReason, detail: str = "") -> None:
         assert seat.pid is not None
-        job = str(seat.page.entry(number).job_id)
-        fields = {"slot": seat.slot, "child": seat.pid, "job_id": job, "reason": reason.name.lower()}
+        entry = seat.page.entry(number)
+        job = {"job_id": str(entry.job_id), "attempt": entry.attempt}
+        fields = {"slot": seat.slot, "child": seat.pid, **job, "reason": reason.name.lower()}
         if while_stopped(seat.pid, lambda: seat.page.current() == number, kill=self._kill_group):
             more = {"detail": detail} if detail else {}
             log.warning("worker killed", **fields, **more)

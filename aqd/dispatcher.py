@@ -417,7 +417,7 @@ class Dispatcher:
         printed = output.text(output.tail(link.output_fd, link.page.output_at))
         work = outcomes.from_exit(link, held, number, exited, printed, now_ns)
         if isinstance(work, Failed) and work.kind == "lost":
-            logger.warning("lease lost, worker was killed", job_id=str(held.id), slot=link.slot)
+            logger.warning("lease lost, worker was killed", **held.named(link.slot))
         self._put(work)
 
     def _maybe_settled(self, link: Link) -> None:

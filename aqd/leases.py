@@ -63,7 +63,7 @@ class Leases:
             lease = answer.kept.get((held.id, held.token))
             if lease is None:
                 if (held.id, held.token) in answer.asked:
-                    logger.warning("lease lost before the start", job_id=str(held.id))
+                    logger.warning("lease lost before the start", **held.named())
                     self._stock.remove(held)
             elif lease.cancelled:
                 self._stock.remove(held)
@@ -76,8 +76,7 @@ class Leases:
         if link.unrecorded(number) or link.exited is not None:
             return
         held = link.held[number]
-        type_ = held.job.type if held.job is not None else None
-        logger.warning("lease lost", job_id=str(held.id), type=type_, attempt=held.attempt, slot=link.slot)
+        logger.warning("lease lost", **held.named(link.slot))
         self._master.send(messages.Fence(link.incarnation, number))
         if link.page.current() != number:
             self._recall(link)

@@ -16,6 +16,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -68,6 +69,11 @@ class Held(msgspec.Struct, eq=False):
     expected_ns: int = 0
     lost: bool = False
     cancelled: bool = False
+
+    def named(self, slot: int | None = None) -> dict[str, Any]:
+        """What the log says of it."""
+        type_ = None if self.job is None else self.job.type
+        return {"job_id": str(self.id), "type": type_, "attempt": self.attempt, "slot": slot}
 
 
 Outcome = messages.Done | messages.Broken

@@ -63,14 +63,16 @@ def unsendable(held: Held, now_ns: int) -> Failed | None:
 
 def unbegun(held: Held, reason: str, now_ns: int) -> Released:
     """A job that goes back to the database as it came from there."""
-    return Released((0, 0), held.id, held.token, False, reason, now_ns)
+    return Released(
+        (0, 0), held.id, held.token, False, reason, now_ns, about=about(held), attempt=held.attempt
+    )
 
 
 def from_message(link: Link, held: Held, message: messages.Done | messages.Broken) -> Work:
     """The outcome that the worker itself has sent."""
     key = (link.incarnation, message.number)
     if type(message) is messages.Done:
-        return Completed(key, held, message)
+        return Completed(key, held, message, link.slot)
     assert isinstance(message, messages.Broken)
     ended_ns = message.started_ns + message.wall_ns
     figures: dict[str, Any] = {

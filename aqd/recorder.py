@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,6 +74,7 @@ class Completed(msgspec.Struct, frozen=True):
     key: Key
     held: Held
     done: messages.Done
+    slot: int | None = None
 
     @property
     def id(self) -> int:
@@ -82,6 +83,10 @@ class Completed(msgspec.Struct, frozen=True):
     @property
     def about(self) -> About | None:
         return about(self.held)
+
+    @property
+    def attempt(self) -> int:
+        return self.held.attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +137,6 @@ class Released:
     about: About | None = None
     attempt: int | None = None
     slot: int | None = None
-
-    def named(self) -> dict[str, Any]:
-        """What the log says of it."""
-        type_ = None if self.about is None else self.about.type
-        return {"job_id": str(self.id), "type": type_, "attempt": self.attempt, "slot": self.slot}
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class Recorder(threading.Thread):
         if labels:
             adopted = [item for item in items if item.held.job is None]
             self._count(adopted, dict.fromkeys(recorded, "COMPLETED"), labels)
-        self._after(items, recorded, "completed")
+        self._after(items, recorded, "completed", labels)
 
     def _record_failed(self, items: Sequence[Failed]) -> None:
         unknown = [i for i in items if i.max_attempts is None]
@@ -386,14 +386,10 @@ class Recorder(threading.Thread):
         done = self.session.run(store.record_failed, rows)
         for item, row in zip(items, rows, strict=True):
             if (state := done.get(item.id)) is not None:
-                known = facts.get(item.id)
                 retried = state == "QUEUED" and row.retry_in_s is not None
                 logger.warning(
                     f"attempt {item.kind}",
-                    job_id=str(item.id),
-                    type=item.type or (known.type if known is not None else None),
-                    attempt=item.attempt,
-                    slot=item.slot,
+                    **_named(item, labels),
                     reason=item.reason or None,
                     error=item.error[:300],
                     fate="retried" if retried else state or None,
@@ -401,7 +397,7 @@ class Recorder(threading.Thread):
                 )
         fates = {row.id: "QUEUED" if row.retry_in_s is not None else "FAILED" for row in rows}
         self._count(items, {id: state or fates[id] for id, state in done.items()}, labels)
-        self._after(items, done, None)
+        self._after(items, done, None, labels)
 
     def _decide(self, item: Failed, facts: JobFacts | None) -> tuple[float | None, str | None]:
         """Seconds until the retry, None for FAILED; and for that case what to say beside the error itself."""
@@ -440,16 +436,17 @@ class Recorder(threading.Thread):
             )
             for i in items
         ]
+        labels = self._labels(items)
         done = self.session.run(store.release, rows, self.config.jobs.max_interruptions)
         for item in items:
             state = done.get(item.id)
             if state == "CANCELLED":
-                logger.info("job cancelled", job_id=str(item.id))
+                logger.info("job cancelled", **_named(item, labels))
             elif item.interrupted and state is not None:
-                logger.info("attempt interrupted, given back", **item.named(), reason=item.reason)
+                logger.info("attempt interrupted, given back", **_named(item, labels), reason=item.reason)
         begun = [i for i in items if i.interrupted]
-        self._count(begun, done, self._labels(begun))
-        self._after(items, done, None)
+        self._count(begun, done, labels)
+        self._after(items, done, None, labels)
 
     def _renew(self, work: Renewal) -> None:
         # Tried once: the next renewal is on its way, and fencing does not wait for us.
@@ -481,7 +478,11 @@ class Recorder(threading.Thread):
             self._tell(Reconciled())
 
     def _after(
-        self, items: Sequence[Completed | Failed | Released], done: Collection[int], kind: str | None
+        self,
+        items: Sequence[Completed | Failed | Released],
+        done: Collection[int],
+        kind: str | None,
+        labels: dict[int, About],
     ) -> None:
         if kind is not None and len(done) == len(items):
             self._settle([i.key for i in items], {kind: len(items)})
@@ -494,11 +495,12 @@ class Recorder(threading.Thread):
             else:
                 # Somebody else owns the job by now (or it is gone): this outcome changes nothing.
                 counts["lost"] = counts.get("lost", 0) + 1
-                logger.warning("lease lost, outcome dropped", job_id=str(item.id))
+                logger.warning("lease lost, outcome dropped", **_named(item, labels))
         self._settle([i.key for i in items], counts)
 
     def _labels(self, items: Sequence[Completed | Failed | Released]) -> dict[int, About]:
-        """What to count jobs under that a predecessor has claimed; what cannot be told is OTHER."""
+        """What to count jobs under that a predecessor has claimed, and what the log calls them; what cannot be told is
+        OTHER."""
         unknown = [item.id for item in items if item.about is None]
         if not unknown:
             return {}
@@ -528,6 +530,13 @@ class Recorder(threading.Thread):
 
     def _settle(self, keys: list[Key], counts: dict[str, int]) -> None:
         self._tell(Settled(keys, counts))
+
+
+def _named(item: Completed | Failed | Released, labels: Mapping[int, About]) -> dict[str, Any]:
+    """What the log says of it."""
+    known = item.about or labels.get(item.id)
+    type_ = None if known is None else known.type
+    return {"job_id": str(item.id), "type": type_, "attempt": item.attempt, "slot": item.slot}
 
 
 def _release_name(item: object) -> str:

@@ -89,7 +89,7 @@ def test_a_job_that_waits_for_its_retry_is_not_tried_again(daemon, quiet, side):
 
 def test_a_job_that_waits_behind_another_in_a_worker_never_starts(start_daemon, jobs, side, tmp_path):
     gate = tmp_path / "go"
-    start_daemon({"daemon": {**NOTIFY["daemon"], "slots": 1, "frame_ms": 200.0}})
+    daemon = start_daemon({"daemon": {**NOTIFY["daemon"], "slots": 1, "frame_ms": 200.0}})
     jobs.wait_all(jobs.add_many(50))
     ids = jobs.add_many(20, [{"wait_file": str(gate)}])
     side.wait_start(ids[0])
@@ -99,6 +99,8 @@ def test_a_job_that_waits_behind_another_in_a_worker_never_starts(start_daemon, 
     for job in held:
         assert cancelled(jobs, job)["attempt"] == 0
         assert jobs.attempts(job) == []
+    for line in daemon.find("job cancelled"):
+        assert (line["type"], line["attempt"]) == ("fate", 1), line
     gate.touch()
     others = [job for job in ids if job not in held]
     assert jobs.wait_all(others) == {"COMPLETED": len(others)}

@@ -261,7 +261,8 @@ def test_a_late_outcome_of_the_old_owner_is_dropped(start_daemon, jobs, side, tm
     side.wait("end", job=str(job), attempt=1)
     side.wait_start(job, attempt=2)
     send(reversed(everything), signal.SIGCONT)
-    owner.wait_for("lease lost, outcome dropped", job_id=str(job))
+    named = {"type": "fate", "attempt": 1, "slot": 0}
+    owner.wait_for("lease lost, outcome dropped", job_id=str(job), **named)
     assert jobs.get(job)["state"] == "PROCESSING"
     gates[1].touch()
     row = jobs.wait(job)
@@ -278,8 +279,12 @@ def test_a_token_taken_away_ends_the_run(pair, jobs, side, gate):
            claimed_at = null, run_at = now() + interval '1 hour' where id = %s""",
         [job],
     )
-    owner.wait_for("lease lost", job_id=str(job))
-    owner.wait_for("worker ended", child=start["pid"])
+    named = {"type": "fate", "attempt": 1, "slot": 0}
+    owner.wait_for("lease lost", job_id=str(job), **named)
+    owner.wait_for("lease lost, worker was killed", job_id=str(job), **named)
+    del named["type"]  # the master does not know it
+    owner.wait_for("worker killed", child=start["pid"], job_id=str(job), **named)
+    owner.wait_for("worker ended", child=start["pid"], job_id=str(job), **named)
     jobs.conn.execute("update aqd.jobs set run_at = now() where id = %s", [job])
     gate.touch()
     row = jobs.wait(job)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import queue as queues
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from aqd import messages
+from aqd import log, messages, outcomes
 from aqd.config import Config, Database
 from aqd.links import Held
 from aqd.process import boottime_ns
@@ -172,6 +176,52 @@ def test_of_two_owners_of_a_job_in_one_batch_one_is_counted(
     assert told.counts == once + Counter(["lost"])
     cells = [cell for cell in told.recorder.figures.cells() if cell.metric == "attempts"]
     assert {cell.labels[2]: cell.count for cell in cells} == once
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """What the log says of jobs under an event, in their order."""
+    path = tmp_path / "log"
+    fields = ("job_id", "type", "attempt", "slot")
+
+    def read(event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [{k: v for k, v in line.items() if k in fields} for line in lines if line["event"] == event]
+        return sorted(found, key=lambda line: line["job_id"])
+
+    with path.open("a") as file:
+        log.configure("info", "json", process="p", fd=file.fileno(), stdlib=False)
+        yield read
+        log.configure("info", "human", process="aqd", stdlib=False)
+
+
+def test_a_line_about_a_job_says_which_attempt_of_what_and_where(
+    told: Desk, queue: Queue, connect: Connect, logged: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    """Also of one that a dead dispatcher had claimed."""
+    work = claimed(queue, connect, 6)
+    for place in range(1, 6, 2):  # adopted from a page
+        held = work[place].held
+        held.job = None
+    token = 1  # no longer the right one
+    late = [Completed(each.key, Held(each.id, token, 1, 0, each.held.job), each.done, 3) for each in work[:2]]
+    failures = [
+        Failed(each.key, each.id, token, 1, None, 3, "failed", "no", None, 0, about=each.about, slot=4)
+        for each in work[2:4]
+    ]
+    cancelled = [outcomes.unbegun(each.held, "cancelled", boottime_ns()) for each in work[4:]]
+    for each in cancelled:
+        assert queue.value("select aqd.cancel(%s)", each.id) == "PROCESSING"
+    told.recorder.put(*late, *failures, *cancelled)
+    told.recorder.start()
+    told.settle(6)
+    assert logged("lease lost, outcome dropped") == [
+        {"job_id": str(each.id), "type": "noop", "attempt": 1, "slot": slot}
+        for each, slot in zip(work[:4], (3, 3, 4, 4), strict=True)
+    ]
+    assert logged("job cancelled") == [
+        {"job_id": str(each.id), "type": "noop", "attempt": 1, "slot": None} for each in work[4:]
+    ]
 
 
 def test_a_batch_that_has_come_together_is_not_lingered_for(

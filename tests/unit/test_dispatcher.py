@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from aqd import channel, messages, pace, process
+from aqd import channel, log, messages, pace, process
 from aqd.claims import CLAIM_MAX, NOTHING, ClaimedJob, Wish
 from aqd.config import Config
 from aqd.dispatcher import Dispatcher
@@ -16,7 +18,7 @@ from aqd.journal import Writer
 from aqd.links import Held, Link
 from aqd.page import Page
 from aqd.process import boottime_ns
-from aqd.recorder import Completed, Failed, Released
+from aqd.recorder import Completed, Failed, Released, Renewed
 
 
 class Desk:
@@ -145,6 +147,22 @@ def test_a_worker_whose_journal_is_spoiled_is_fenced_until_that_meets_it(
         page.end(number)
     assert set(fences) == {0, 1}
     assert desk.dispatcher._serving() == []
+
+
+@pytest.mark.usefixtures("restored_log")
+def test_a_lost_lease_is_told_with_the_job_s_name(desk: Desk, tmp_path: Path) -> None:
+    waits = ClaimedJob(1, 99, "noop", "default", 0, "{}", 2, None, None, 0, 0, 0, 0)
+    desk.dispatcher.stock.add(Held(1, 99, 2, boottime_ns() + 10**11, waits))
+    desk.give(2)
+    with (tmp_path / "log").open("w") as file:
+        log.configure("info", "json", process="p", fd=file.fileno(), stdlib=False)
+        desk.dispatcher.leases.renewed(Renewed(boottime_ns(), {(1, 99), (2, 99)}, {}, {}))
+    fields = ("event", "job_id", "type", "attempt", "slot")
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [tuple(line[field] for field in fields) for line in lines] == [
+        ("lease lost", "2", "noop", 1, 0),
+        ("lease lost before the start", "1", "noop", 2, None),
+    ]
 
 
 def test_the_claimer_is_woken_when_any_pool_wants_more(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

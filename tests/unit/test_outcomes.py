@@ -54,7 +54,7 @@ def on_its_first(link: Link) -> Held:
 def test_a_returned_job_is_completed(link: Link) -> None:
     job, done = held(1), messages.Done(0, 5, 7, 2_000, 300, '{"a":1}')
     work = outcomes.from_message(link, job, done)
-    assert work == Completed((7, 0), job, done)
+    assert work == Completed((7, 0), job, done, 0)
     assert work.about == About("default", "noop", 0.0)
 
 
