@@ -65,6 +65,9 @@ class Caretaker(threading.Thread):
         )
         self.stopping = False
         self.draining = False
+        # Before the others see the node it claims nothing: a breaking migration would not know of it.
+        self.registered = False
+        self.changed: Callable[[], None] = lambda: None  # told when that is so
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this
         # node holds is recorded, not rescued by its own hand.
         self.may_rescue = False
@@ -77,7 +80,7 @@ class Caretaker(threading.Thread):
         self._lived: tuple[store.NodeState, float] | None = None  # the last sign of life, and when
         self._worked_at = boottime()
         self._leave_by: float | None = None
-        self._start = start
+        self._start, self._schema = start, schema
         self._keeper = keeper.Keeper(start.config, start.node_id)
         self._serving: tuple[int, list[HandlerInfo]] | None = None
         self._declared: list[HandlerInfo] = []
@@ -175,8 +178,13 @@ class Caretaker(threading.Thread):
         signs_s = min(start.config.keeper.node_ttl_s / SIGNS_PER_TTL, SIGNS_S)
         if self._lived is None or self._lived[0] != state or boottime() >= self._lived[1] + signs_s:
             began = boottime()
-            self._live(state)
+            if not self._live(state):
+                self.session.run(self._schema)  # says why, and that all connections are to be given up
+                return 1.0  # it fits again
             self._lived = state, began
+            if not self.registered:
+                self.registered = True
+                self.changed()
         if serving[1] != self._declared:
             self.session.run(store.declare_handlers, serving[1])
             self._declared = serving[1]
@@ -191,11 +199,13 @@ class Caretaker(threading.Thread):
         pause = self.session.run(self._keeper.step, boottime())
         return min(pause, signs_s, figures_s)
 
-    def _live(self, state: store.NodeState) -> None:
-        """The sign of life, without decoration if need be: other nodes would fail the node's jobs as of unknown types."""
+    def _live(self, state: store.NodeState) -> bool:
+        """The sign of life, without decoration if need be: other nodes would fail the node's jobs as of unknown types.
+        False under a schema that is not ours any more."""
         try:
             return self.session.run(store.node_seen, state)
         except REFUSALS as error:
+            self.session.run(self._schema)  # it may be what has changed
             if state.info is None:
                 raise
             if not self._info_refused:

@@ -24,17 +24,15 @@ import select
 import signal
 import socket
 import sys
-import threading
 from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from aqd import __version__, channel, log, messages, migrate, outcomes, output, process, strays
+from aqd import __version__, channel, log, messages, outcomes, output, process, strays
 from aqd.caretaker import Caretaker
 from aqd.channel import ChannelClosed
 from aqd.claimer import STALE_S, Claimer
 from aqd.claims import ClaimedJob
-from aqd.database import Connection
 from aqd.errors import BugError, Exit
 from aqd.hookspecs import HandlerInfo
 from aqd.leases import Leases
@@ -42,6 +40,7 @@ from aqd.links import Held, Link, Outcome
 from aqd.pace import AWAKE_S, REST_S, TELL_S
 from aqd.process import boottime, boottime_ns, signal_group
 from aqd.recorder import Failed, NodeGone, Reconciled, Reconciliation, Recorder, Renewed, Settled, Told, Work
+from aqd.schema import Schema
 from aqd.stock import Stock
 
 logger = log.get_logger("dispatcher")
@@ -77,20 +76,19 @@ class Dispatcher:
         self.pending = 0  # entries put to the recorder and not settled
         self.inbox: queue.SimpleQueue[tuple[list[ClaimedJob], int] | Told | None] = queue.SimpleQueue()
         self._inbox_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._migrated = threading.Lock()
-        self._schema_ready = False
+        self.schema = Schema(config.database)
         self.claimer = Claimer(
             config,
             start.node_id,
             lambda jobs, ns: self._post((jobs, ns)),
             lambda: self._post(None),
-            self._schema,
+            self.schema,
         )
-        self.recorder = Recorder(config, start.node_id, self._post, self._schema)
+        self.recorder = Recorder(config, start.node_id, self._post, self.schema)
         self.leases = Leases(
             config, self.links, self.stock, self.recorder, self.master, self._recall, self._release
         )
-        self.keeper = Caretaker(start, self._schema)
+        self.keeper = Caretaker(start, self.schema)
         self.keeper.time(self.claimer.session, self.recorder.session)
         self.recorder.figures = self.keeper.counted
         self.epoll = select.epoll()
@@ -98,10 +96,10 @@ class Dispatcher:
         self._next_tick = self._next_renew = self._next_report = self._next_reconcile = 0.0
         self._cancel_look = self._next_tell = 0.0
         self._rest_from = boottime() + AWAKE_S
-        self._reported_up = (False, False, False)
+        self._reported_up = (False, False, False, False)
         self._look_around = False
-        for session in (self.claimer.session, self.recorder.session):
-            session.changed = self._poke
+        self.claimer.session.changed = self.recorder.session.changed = self.keeper.changed = self._poke
+        self.schema.sessions = self.claimer.session, self.recorder.session, self.keeper.session
 
     def _post(self, message: "tuple[list[ClaimedJob], int] | Told | None") -> None:
         """From the other threads; None: a job of ours was cancelled."""
@@ -112,14 +110,6 @@ class Dispatcher:
         """From the other threads: a connection has come or gone."""
         self._look_around = True
         os.eventfd_write(self._inbox_fd, 1)
-
-    def _schema(self, connection: Connection) -> None:
-        """On every new connection: the schema is there and fits. The first one may have to make it."""
-        with self._migrated:
-            if not self._schema_ready and self.config.database.migrate:
-                migrate.migrate(connection)
-            migrate.check(connection)
-            self._schema_ready = True
 
     # --- the loop
 
@@ -159,7 +149,7 @@ class Dispatcher:
             if self.stock:
                 self._tell_working(now)
                 self.stock.give(links)
-            if self.reconciled:
+            if self.reconciled and self.keeper.registered:
                 self._claim(links)
         self.master.flush()
 
@@ -212,7 +202,8 @@ class Dispatcher:
             if self.recorder.session.up and not self.recorder.reconciliation_waits:
                 self.recorder.reconciliation_waits = True
                 self.recorder.put(Reconciliation(self.leases.pairs(), boottime_ns()))
-        up = (self.claimer.session.up, self.recorder.session.up, self.claimer.listener_up)
+        sessions_up = self.claimer.session.up, self.recorder.session.up
+        up = (*sessions_up, self.claimer.listener_up, self.keeper.registered)
         if now >= self._next_report or up != self._reported_up:
             calm = now >= self._rest_from and not (self.draining or self.handing_over or self.pending)
             self._next_report, self._reported_up = now + (REST_REPORT_S if calm else REPORT_S), up
@@ -252,6 +243,10 @@ class Dispatcher:
         leaving = self.draining or self.handing_over
         sessions = (self.recorder.session,) if leaving else (self.claimer.session, self.recorder.session)
         down = [s.error or "not connected yet" for s in sessions if not s.up]
+        if self.generation and not self.keeper.registered and not leaving:
+            down.append(self.keeper.session.error or "the node is not registered yet")
+        if self.schema.unfit:
+            down.insert(0, self.schema.unfit)
         troubles = [s.error for s in (*sessions, self.keeper.session) if s.error]
         types = {}
         for link in self.links.values():
@@ -269,6 +264,7 @@ class Dispatcher:
                 types,
                 self.counters,
                 self.recorder.session.silent_s(boottime()),
+                self.schema.unfit,
             )
         )
         self.keeper.pass_figures(self.master.send, len(types), listening)

@@ -117,6 +117,10 @@ class SchemaMismatch(WorldError):
     exit_code = Exit.DATABASE
 
 
+class SchemaUnfit(SchemaMismatch):
+    """The same where waiting does not help: no migration that this version of aqd has leads to what it could work with."""
+
+
 class NotEnded(WorldError, TimeoutError):
     """A job was waited for and has not ended in time. ``ids``: those of which that is true."""
 

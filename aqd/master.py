@@ -9,7 +9,8 @@ Promises: signal handlers only write a byte; nothing is waited for without a dea
 it; a stop wins over everything; a broken configuration or plugin never takes a serving generation down.
 
 Fails: exits with an :class:`aqd.errors.Exit` code: CONFIG (refused at start), RUNNING (another daemon holds
-the pid file), LOADER (the first generation cannot be loaded), WORKERS (workers cannot start).
+the pid file), LOADER (the first generation cannot be loaded), WORKERS (workers cannot start), DATABASE (the schema
+is of a newer aqd).
 """
 
 import os
@@ -437,7 +438,12 @@ class Master:
             case messages.Recycle(incarnation):
                 self.plan.recycle(incarnation)
             case messages.Report():
-                self.dispatcher.report = message
+                before, self.dispatcher.report = self.dispatcher.report, message
+                if message.unfit and message.unfit != (before.unfit if before is not None else ""):
+                    logger.error("schema does not fit", reason=message.unfit)
+                    # One that has served waits, with the jobs that its workers are on.
+                    if not self.ready_sent and self.draining_until is None:
+                        self._give_up(Exit.DATABASE)
                 self.dispatcher.tell_facts(self.served.plugins if self.served else [], self.crew.restarts)
             case messages.Counted(cells):
                 self.dispatcher.figures.add(cells)

@@ -11,10 +11,11 @@ safe against a second session. Applied files never change: checksums are compare
 schema's owner, whoever of its members migrates. A breaking migration is not applied under living nodes. While a long transaction (a
 dump) is in the way, running nodes are held up for a second or two at a time, not until it ends.
 
-Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files, or something of the application's
+Fails with :class:`SchemaMismatch` (older, newer, or other than this aqd's files: the last two are :class:`SchemaUnfit`; or something of the application's
 depends on what a migration replaces; the message says which and what to do) and :class:`DatabaseUnavailable` (another migrator held the lock too long).
 """
 
+import functools
 import hashlib
 import re
 import time
@@ -26,7 +27,7 @@ from typing import Final, NamedTuple, TypeVar
 import psycopg
 
 from aqd.database import ADVISORY_CLASS, ADVISORY_MIGRATION, Connection, run, text_array
-from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch
+from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch, SchemaUnfit
 from aqd.paths import data_dir
 
 # How long a migrator tries: another one may be at work, or a long transaction in the tables.
@@ -107,10 +108,30 @@ class SchemaStatus(NamedTuple):
             )
         return None
 
+    def demand(self) -> None:
+        """Raise :class:`SchemaMismatch` if there is a problem; :class:`SchemaUnfit` if it is none of what is pending."""
+        if self.problem is not None:
+            unfit = self.changed or any(entry.kind == "breaking" for entry in self.unknown)
+            raise (SchemaUnfit if unfit else SchemaMismatch)(self.problem)
+
 
 def load_files(directory: Path | None = None) -> list[Migration]:
-    """The migrations that this aqd ships, in order."""
-    directory = directory or data_dir("sql") / "migrations"
+    """The migrations that this aqd ships, in order. Read once: the program may be upgraded under a process that runs, which
+    then knows no more than before."""
+    return list(_shipped()) if directory is None else _load_files(directory)
+
+
+@functools.cache
+def _shipped() -> list[Migration]:
+    return _load_files(data_dir("sql") / "migrations")
+
+
+def newest() -> int:
+    """The newest version of the schema that this process knows."""
+    return len(_shipped())
+
+
+def _load_files(directory: Path) -> list[Migration]:
     found: list[Migration] = []
     for path in sorted(directory.glob("*.sql")):
         match = _FILE.fullmatch(path.name)
@@ -144,8 +165,7 @@ def status(conn: Connection, directory: Path | None = None) -> SchemaStatus:
 def check(conn: Connection, directory: Path | None = None) -> SchemaStatus:
     """:func:`status`, raising :class:`SchemaMismatch` if this aqd cannot work with the database."""
     found = status(conn, directory)
-    if found.problem is not None:
-        raise SchemaMismatch(found.problem)
+    found.demand()
     return found
 
 
@@ -160,6 +180,8 @@ def migrate(conn: Connection, directory: Path | None = None) -> list[Migration]:
     found = status(conn, directory)
     if found.applied and not found.pending and found.problem is None:
         return []  # no right but to look is needed, and nobody is waited for
+    if found.changed or found.unknown:
+        found.demand()  # also to one who may only look
     return locked(conn, lambda: _apply(conn, files))
 
 
@@ -221,8 +243,8 @@ def _apply(conn: Connection, files: list[Migration]) -> list[Migration]:
         run(conn, "create_migrations_schema")
     run(conn, "create_migrations")
     found = _compare(files, [Applied(*row) for row in run(conn, "list_migrations")])
-    if found.problem is not None and (found.changed or found.unknown):
-        raise SchemaMismatch(found.problem)
+    if found.changed or found.unknown:
+        found.demand()
     _refuse_breaking(conn, found)
     for migration in found.pending:
         try:

@@ -22,6 +22,7 @@ import psycopg
 from aqd import database, log
 from aqd.config import Database
 from aqd.database import Connection
+from aqd.errors import SchemaUnfit
 from aqd.process import boottime
 
 P = ParamSpec("P")
@@ -70,6 +71,8 @@ class Session:
         self._cut = False
         # Told how long a statement took that succeeded: (the function's name, seconds).
         self.timed: Callable[[str, float], None] = lambda _name, _seconds: None
+        # Set by whichever thread: why the connection must not be used any more.
+        self.doubt: BaseException | None = None
         # Told, by the session's thread, that :attr:`up` has changed.
         self.changed: Callable[[], None] = lambda: None
         self._log = log.get_logger(name)
@@ -82,6 +85,8 @@ class Session:
     def run(self, work: Callable[Concatenate[Connection, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``work(connection, …)`` under the deadline; :class:`psycopg.Error` passes through, after which a
         connection that is no longer usable has been dropped."""
+        if self.doubt is not None and self._connection is not None:
+            self.failed(self.doubt)
         connection = self._connection or self._connect()
         self._begin()
         try:
@@ -133,7 +138,9 @@ class Session:
         if self._cut:
             self.error = f"no answer within the deadline of {self._limit_s:g} s"
         write, suppressed = self._suppressor.allow("down")
-        if write or (self.up and not self._relapsing):
+        if isinstance(error, SchemaUnfit):
+            pass  # said once for the node, by the master
+        elif write or (self.up and not self._relapsing):
             self._log.warning("database away", error=self.error, suppressed=suppressed or None)
         self.close()
 
@@ -148,7 +155,7 @@ class Session:
             self.changed()
 
     def _connect(self) -> Connection:
-        self._cut = False
+        self._cut, self.doubt = False, None
         try:
             connection = database.connect(
                 self.config,

@@ -1,11 +1,14 @@
 -- House-keeping. Every duty may run on several nodes at once without harm; the election
 -- (session.sql) only saves work.
 
--- name: node_seen :exec
--- Index: primary key of nodes; HOT, because nothing indexed changes.
+-- name: node_seen :rows
+-- None of a node that cannot work with the schema: while a breaking migration is applied it holds the table (lock_nodes),
+-- and whoever has waited for that looks at what is committed by then.
+-- Index: primary key of nodes; HOT, because nothing indexed changes. Primary key of migrations, a handful of rows.
 insert into aqd.nodes as n (node_id, name, pid, version, generation, slots, types, state, info)
-values (:node_id::text, :name::text, :pid::integer, :version::text, :generation::integer, :slots::integer,
-        :types::text[], :state::text, :info::jsonb)
+select :node_id::text, :name::text, :pid::integer, :version::text, :generation::integer, :slots::integer,
+       :types::text[], :state::text, :info::jsonb
+where not exists (select from aqd.migrations m where m.kind = 'breaking' and m.version > :schema::integer)
 on conflict (node_id) do update
 set seen_at = now(), name = excluded.name, pid = excluded.pid, version = excluded.version,
     generation = excluded.generation, slots = excluded.slots, types = excluded.types, state = excluded.state,

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from aqd.database import Connection, int_array, run, text_array
+from aqd import migrate
+from aqd.database import Connection, execute, int_array, run, text_array
 from aqd.hookspecs import HandlerInfo
 
 
@@ -21,13 +22,11 @@ class NodeState(NamedTuple):
     info: str | None = None
 
 
-def node_seen(conn: Connection, node: NodeState) -> None:
-    """Say that the node lives, and what it can do."""
-    run(
-        conn,
-        "node_seen",
-        **node._replace(types=())._asdict() | {"types": text_array(sorted(node.types))},
-    )
+def node_seen(conn: Connection, node: NodeState) -> bool:
+    """Say that the node lives, and what it can do; False, and nothing is said, if the schema is by now one that this aqd
+    cannot work with."""
+    values = node._asdict() | {"types": text_array(sorted(node.types)), "schema": migrate.newest()}
+    return execute(conn, "node_seen", **values)[1] > 0
 
 
 def declare_handlers(conn: Connection, handlers: Iterable[HandlerInfo]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from aqd import database, migrate, store
 from aqd.config import Database
-from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch
+from aqd.errors import BugError, DatabaseUnavailable, SchemaMismatch, SchemaUnfit
 from aqd.paths import data_dir
 from tests.fixtures.processes import wait_until
 from tests.sql.support import in_threads
@@ -170,16 +170,37 @@ def test_newer_schema(conn: database.Connection, tmp_path: Path) -> None:
     migrate.migrate(conn, folder)
     for act in (migrate.check, migrate.migrate):
         told = f"is at version {NEWEST + 2}, this aqd knows up to {NEWEST}: upgrade aqd"
-        with pytest.raises(SchemaMismatch, match=told):
+        with pytest.raises(SchemaUnfit, match=told):
             act(conn)
     assert migrate.status(conn, folder).problem is None
+    role = f"looker_{conn.info.dbname}"
+    conn.execute(f"create role {role}".encode())
+    try:
+        conn.execute(
+            f"grant usage on schema aqd to {role}; grant select on aqd.migrations to {role}".encode()
+        )
+        conn.execute(f"set role {role}".encode())
+        with pytest.raises(SchemaUnfit, match=told):  # and not that another role might help
+            migrate.migrate(conn)
+    finally:
+        conn.execute("reset role")
+        conn.execute(f"drop owned by {role}; drop role {role}".encode())
+
+
+def test_a_process_knows_what_it_was_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is upgraded on disk under it: it has learnt nothing."""
+    assert migrate.newest() == NEWEST
+    (tmp_path / "migrations").mkdir()
+    further(tmp_path / "migrations", "-- aqd: breaking\nselect 1;")
+    monkeypatch.setattr(migrate, "data_dir", lambda _: tmp_path)
+    assert len(migrate.load_files()) == NEWEST
 
 
 def test_changed_file_is_refused(conn: database.Connection, tmp_path: Path) -> None:
     folder = further(tmp_path, "-- aqd: online\nselect 1;")
     migrate.migrate(conn, folder)
     further(tmp_path, "-- aqd: online\nselect 2;")
-    with pytest.raises(SchemaMismatch, match=f"migration {NEWEST + 1} was applied from another text"):
+    with pytest.raises(SchemaUnfit, match=f"migration {NEWEST + 1} was applied from another text"):
         migrate.check(conn, folder)
     with pytest.raises(SchemaMismatch):
         migrate.migrate(conn, folder)

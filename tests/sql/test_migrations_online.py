@@ -16,7 +16,7 @@ import pytest
 
 from aqd import migrate, store
 from aqd.config import Database
-from aqd.errors import SchemaMismatch
+from aqd.errors import Exit, SchemaMismatch
 from aqd.paths import data_dir
 from tests.fixtures.processes import wait_until
 from tests.sql.test_migrate import NEWEST, further
@@ -95,17 +95,88 @@ def test_a_breaking_one_waits_for_the_nodes_and_then_keeps_them_out(
         jobs.wait(jobs.add(), "COMPLETED")
         daemon.stop()
         assert len(migrate.migrate(conn, newer)) == 1
+        daemon.expected_exit = None
         told = f"is at version {NEWEST + 1}, this aqd knows up to {NEWEST}: upgrade aqd"
         for command in (("db", "migrate"), ("db", "status"), ("check",)):
             done = daemon.aqd(*command)
             assert done.returncode == 4, done
             assert told in done.stdout + done.stderr
             assert "Traceback" not in done.stderr
+        before = daemon.mark()
         daemon.start(wait=False)
-        daemon.wait_for(lambda line: told in line.get("error", ""))
+        assert daemon.wait_exit(60) == Exit.DATABASE, "no waiting would help"
+        wrong = ("warning", "error")
+        (line,) = daemon.find(lambda line: line["level"] in wrong, after=before)
+        assert (line["event"], told in line["reason"]) == ("schema does not fit", True)
         conn.execute("alter table aqd.jobs rename column tries to attempt")
         conn.execute("delete from aqd.migrations where version = %s", [NEWEST + 1])
-        daemon.wait_state("running", 30)
+        daemon.start()
+
+
+NEWER = "insert into aqd.migrations values (%s, 'much_later', 'breaking', 'x')"
+
+
+def test_a_node_that_starts_during_a_breaking_one_is_not_let_in(
+    start_daemon: Callable[..., Any], jobs: Any, database_url: str
+) -> None:
+    """It has looked at the schema before, and would have claimed jobs of the next one."""
+    job = jobs.add()
+    with psycopg.connect(database_url) as migration:
+        migration.execute("lock table aqd.nodes in share row exclusive mode")
+        daemon = start_daemon(wait=False)
+        waits = "select from pg_locks where relation = 'aqd.nodes'::regclass and not granted"
+        wait_until(lambda: migration.execute(waits.encode()).fetchone() is not None, 60)
+        daemon.wait_status(lambda status: all(slot["state"] == "idle" for slot in status["slots"]), 60)
+        migration.execute(NEWER, [NEWEST + 1])
+        assert daemon.status()["state"] == "waiting for database"
+        assert jobs.state(job) == "QUEUED", "claimed by a node of which the migration cannot know"
+    daemon.expected_exit = Exit.DATABASE
+    assert daemon.wait_exit(60) == Exit.DATABASE
+    assert len(daemon.find("schema does not fit")) == 1
+    assert jobs.state(job) == "QUEUED"
+    assert jobs.conn.execute("select count(*) as n from aqd.nodes").fetchone()["n"] == 0
+
+
+def test_a_node_that_was_taken_for_gone_goes_no_further(start_daemon: Callable[..., Any], jobs: Any) -> None:
+    """It was cut off, or the machine slept, while somebody migrated. Its connections may live: its next sign of life
+    tells. It says so once, waits and does nothing."""
+    daemon = start_daemon({"keeper": {"node_ttl_s": 3.0}})
+    jobs.wait(jobs.add(), "COMPLETED")
+    with jobs.conn.transaction():
+        jobs.conn.execute("delete from aqd.nodes")
+        jobs.conn.execute(NEWER, [NEWEST + 1])
+    told = f"is at version {NEWEST + 1}, this aqd knows up to {NEWEST}: upgrade aqd"
+    daemon.wait_for(lambda line: told in line.get("reason", ""), 60)
+    daemon.wait_status(lambda status: told in (status["database"]["error"] or ""), 60)
+    connected = "select count(*) as n from pg_stat_activity where datname = current_database() and application_name ~ '^aqd (claimer|recorder|keeper)'"
+    wait_until(lambda: jobs.conn.execute(connected.encode()).fetchone()["n"] == 0, 60)
+    job = jobs.add()
+    assert daemon.status()["state"] == "waiting for database"
+    assert jobs.state(job) == "QUEUED"
+    assert len(daemon.find("schema does not fit")) == 1
+    jobs.conn.execute("delete from aqd.migrations where version = %s", [NEWEST + 1])
+    jobs.wait(job, "COMPLETED", timeout_s=60)
+
+
+@pytest.mark.parametrize("signs", [0, 10])  # after some a statement is prepared
+def test_a_sign_of_life_that_has_waited_for_a_migration_sees_it(database_url: str, signs: int) -> None:
+    node = store.NodeState("n", "n", 1, "0", 1, 1, ["noop"], "running")
+    with (
+        psycopg.connect(database_url) as migration,
+        store.connect(Database(url=database_url), "test") as conn,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for _ in range(signs):
+            assert store.node_seen(conn, node)
+        migration.execute("lock table aqd.nodes in share row exclusive mode")
+        sign = pool.submit(store.node_seen, conn, node)
+        waits = "select from pg_locks where relation = 'aqd.nodes'::regclass and not granted"
+        wait_until(lambda: migration.execute(waits.encode()).fetchone() is not None, 60)
+        migration.execute("delete from aqd.nodes")
+        migration.execute(NEWER, [NEWEST + 1])
+        migration.commit()
+        assert sign.result(60) is False
+        assert migration.execute("select count(*) from aqd.nodes").fetchone() == (0,)
 
 
 def test_a_killed_node_counts_as_gone_after_a_while(

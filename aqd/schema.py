@@ -1,0 +1,40 @@
+"""Whether the dispatcher can work with the database's schema: asked on every connection that it makes.
+
+Run by its threads. The first connection may have to make the schema. What is not there yet is waited for; what is of a newer
+aqd and breaking will never fit, which :attr:`Schema.unfit` says. One thread may find that out long after the others have
+connected (its sign of life is refused, or it alone lost its connection): then none of them goes on with what it has.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from aqd import migrate
+from aqd.config import Database
+from aqd.database import Connection
+from aqd.errors import SchemaUnfit
+from aqd.sessions import Session
+
+
+class Schema:
+    """To be called with each new connection; raises :class:`aqd.errors.SchemaMismatch`."""
+
+    def __init__(self, config: Database) -> None:
+        self._migrate = config.migrate
+        self._ready = False
+        self._lock = threading.Lock()
+        self.unfit = ""  # why no waiting helps
+        self.sessions: Sequence[Session] = ()
+        migrate.load_files()  # of our own version, whatever is installed by the time of the first connection
+
+    def __call__(self, connection: Connection) -> None:
+        with self._lock:
+            try:
+                if not self._ready and self._migrate:
+                    migrate.migrate(connection)
+                migrate.check(connection)
+            except SchemaUnfit as error:
+                self.unfit = str(error)
+                for session in self.sessions:
+                    session.doubt = error
+                raise
+            self._ready, self.unfit = True, ""
