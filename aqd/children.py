@@ -35,6 +35,8 @@ PORT_PATIENCE_S = 5.0
 STABLE_S = 30.0
 # The dispatcher's main thread never waits for the database and reports every second.
 SILENCE_LIMIT_S = 15.0
+# A reload waits for a new one to be connected, but not for a database that is away.
+CONNECT_S = 5.0
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +87,7 @@ class DispatcherChild:
         self.peer: channel.Peer | None = None
         self.respawn = Respawn(DISPATCHER_BACKOFF_MAX_S)
         self.handing_over = False
-        self.heard = 0.0
+        self.heard = self.began = 0.0
         # What all of them have counted, and what the last one has seen.
         self.figures = Figures()
         self.gauges: list[Cell] = []
@@ -103,7 +105,7 @@ class DispatcherChild:
             self.pid = process.spawn(argv, self._env, [theirs.fileno()])
         self.peer = channel.Peer(ours, messages.encode)
         now = boottime()
-        self.heard = now
+        self.heard = self.began = now
         self.respawn.begin(now)
         self.report = self.hello = None
         self.handing_over = self.drained = False
@@ -135,6 +137,12 @@ class DispatcherChild:
         if self.peer is not None:
             with contextlib.suppress(channel.ChannelClosed):
                 self.peer.flush()
+
+    def serves(self, now: float) -> bool:
+        """Whether it claims jobs, or has had its time and would if there were a database."""
+        if self.hello is None or self.handing_over:
+            return False
+        return (self.report is not None and self.report.database_up) or now >= self.began + CONNECT_S
 
     def hand_over(self) -> None:
         """Let it end in order; a successor follows its reaping."""

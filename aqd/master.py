@@ -334,7 +334,8 @@ class Master:
             self.plan.failures_max = self.config.daemon.spawn_failures_max
 
     def _finish_reload(self) -> None:
-        """The new generation serves once every slot has switched, or is busy with its last old job."""
+        """The new generation serves once every slot has switched, or is busy with its last old job, and jobs are claimed
+        for it."""
         if not self._switching or self.draining_until is not None:
             return
         busy = {seat.slot for seat in self.crew.busy()}
@@ -345,7 +346,7 @@ class Master:
                 new and worker is not None and self.crew.reached_loop(worker)
             ):
                 return
-        if self.dispatcher.hello is None or self.dispatcher.handing_over:
+        if not self.dispatcher.serves(boottime()):
             return
         self._switching = False
         if self.ready_sent:

@@ -458,6 +458,39 @@ def test_what_a_reload_cannot_change_is_named_and_the_rest_is_taken(start_daemon
     assert jobs.wait(job)["attempt"] == 1
 
 
+def test_a_reload_is_done_when_its_new_dispatcher_claims(start_daemon, jobs):
+    """``systemctl reload`` says so: what is asked right after it must not hear of a database that is waited for."""
+    daemon = start_daemon()
+    before = daemon.process_of("dispatcher")
+
+    def hold_up():
+        wait_until(lambda: before not in {p.pid for p in daemon.tree()}, 30)
+        time.sleep(1.0)  # the new one is there by now, and cannot register the node
+        jobs.conn.execute("rollback")
+
+    jobs.conn.execute("begin; lock table aqd.nodes in access exclusive mode")
+    holder = threading.Thread(target=hold_up)
+    holder.start()
+    daemon.configure({"daemon": {"poll_ms": 1234}})
+    reload(daemon)
+    status = daemon.status()
+    holder.join()
+    assert status["state"] == "running", status["database"]
+    assert daemon.process_of("dispatcher") != before
+    assert jobs.wait(jobs.add())["state"] == "COMPLETED"
+
+
+def test_a_reload_does_not_wait_for_a_database_that_is_away(proxied, start_daemon):
+    daemon = start_daemon(database=proxied.url)
+    proxied.proxy.refuse()
+    proxied.proxy.reset_all()
+    daemon.configure({"daemon": {"poll_ms": 1234}})
+    reload(daemon)
+    assert daemon.status()["state"] == "waiting for database"
+    proxied.proxy.accept()
+    daemon.wait_status(lambda s: s["state"] == "running", timeout_s=60)
+
+
 # --- plugins with threads
 
 
