@@ -400,11 +400,36 @@ def test_vacuum_is_left_to_the_owner(connect: Connect, queue: Queue, lines: Line
     try:
         conn.execute(f"grant usage on schema aqd to {role}")
         conn.execute(f"grant all on all tables in schema aqd to {role}")
+        if conn.info.server_version >= 170000:  # from there on that is a right of its own, and among all
+            conn.execute(f"revoke maintain on all tables in schema aqd from {role}")
         conn.execute(f"set role {role}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(keeper, "VACUUM_DEAD_ROWS", 0)
             Rounds(conn, made()).step()
         assert any("does not own it" in line["event"] for line in lines())
+        assert not any(line["event"] == "vacuumed" for line in lines())
+    finally:
+        conn.execute("reset role")
+        conn.execute(f"drop owned by {role}")
+        conn.execute(f"drop role {role}")
+
+
+def test_who_may_vacuum_does(connect: Connect, queue: Queue, lines: Lines) -> None:
+    """From PostgreSQL 17 on that may be granted."""
+    conn = connect()
+    if conn.info.server_version < 170000:
+        pytest.skip("PostgreSQL before 17 knows no right to vacuum but the owner's")
+    role = f"aqd_app_{queue.value('select pg_backend_pid()')}"
+    conn.execute(f"create role {role}")
+    try:
+        conn.execute(f"grant usage on schema aqd to {role}")
+        conn.execute(f"grant all on all tables in schema aqd to {role}")
+        conn.execute(f"set role {role}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keeper, "VACUUM_DEAD_ROWS", 0)
+            Rounds(conn, made()).step()
+        assert any(line["event"] == "vacuumed" for line in lines())
+        assert not any("does not own it" in line["event"] for line in lines())
     finally:
         conn.execute("reset role")
         conn.execute(f"drop owned by {role}")
