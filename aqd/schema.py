@@ -8,11 +8,13 @@ connected (its sign of life is refused, or it alone lost its connection): then n
 import threading
 from collections.abc import Sequence
 
-from aqd import migrate
+from aqd import log, migrate
 from aqd.config import Database
 from aqd.database import Connection
-from aqd.errors import SchemaUnfit
-from aqd.sessions import Session
+from aqd.errors import SchemaMismatch, SchemaUnfit
+from aqd.sessions import LOG_EVERY_S, Session
+
+logger = log.get_logger("dispatcher")
 
 
 class Schema:
@@ -22,6 +24,7 @@ class Schema:
         self._migrate = config.migrate
         self._ready = False
         self._lock = threading.Lock()
+        self._suppressor = log.Suppressor(LOG_EVERY_S)
         self.unfit = ""  # why no waiting helps
         self.sessions: Sequence[Session] = ()
         migrate.load_files()  # of our own version, whatever is installed by the time of the first connection
@@ -36,5 +39,9 @@ class Schema:
                 self.unfit = str(error)
                 for session in self.sessions:
                     session.doubt = error
+                raise
+            except SchemaMismatch as error:
+                if self._suppressor.allow("pending")[0]:  # once for all threads
+                    logger.warning("waiting for the schema", reason=str(error))
                 raise
             self._ready, self.unfit = True, ""

@@ -22,7 +22,7 @@ import psycopg
 from aqd import database, log
 from aqd.config import Database
 from aqd.database import Connection
-from aqd.errors import SchemaUnfit
+from aqd.errors import SchemaMismatch
 from aqd.process import boottime
 
 P = ParamSpec("P")
@@ -138,8 +138,8 @@ class Session:
         if self._cut:
             self.error = f"no answer within the deadline of {self._limit_s:g} s"
         write, suppressed = self._suppressor.allow("down")
-        if isinstance(error, SchemaUnfit):
-            pass  # said once for the node, by the master
+        if isinstance(error, SchemaMismatch):
+            pass  # said once for the node, by aqd.schema or the master
         elif write or (self.up and not self._relapsing):
             self._log.warning("database away", error=self.error, suppressed=suppressed or None)
         self.close()

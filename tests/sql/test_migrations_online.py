@@ -113,6 +113,21 @@ def test_a_breaking_one_waits_for_the_nodes_and_then_keeps_them_out(
         daemon.start()
 
 
+def test_a_schema_that_somebody_else_makes_is_waited_for(
+    start_daemon: Callable[..., Any], empty_database_url: str
+) -> None:
+    """It is no outage, and the three connections need not all say so."""
+    daemon = start_daemon({"database": {"migrate": False}}, database=empty_database_url, wait=False)
+    line = daemon.wait_for("waiting for the schema", timeout_s=60)
+    assert "aqd db migrate" in line["reason"]
+    daemon.wait_status(lambda status: "aqd db migrate" in (status["database"]["error"] or ""), 60)
+    done = daemon.aqd("db", "migrate")
+    assert done.returncode == 0, done
+    daemon.wait_status(lambda status: status["state"] == "running", 60)
+    assert len(daemon.find("waiting for the schema")) == 1
+    assert daemon.find("database away") == []
+
+
 NEWER = "insert into aqd.migrations values (%s, 'much_later', 'breaking', 'x')"
 
 
