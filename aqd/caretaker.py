@@ -65,9 +65,9 @@ class Caretaker(threading.Thread):
         )
         self.stopping = False
         self.draining = False
-        # Before the others see the node it claims nothing: a breaking migration would not know of it.
-        self.registered = False
-        self.changed: Callable[[], None] = lambda: None  # told when that is so
+        self._seen_until = 0.0
+        self._at_work = False  # on a duty, such as a vacuum, after which the sign of life comes
+        self.changed: Callable[[], None] = lambda: None  # told when :attr:`registered` becomes true
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this
         # node holds is recorded, not rescued by its own hand.
         self.may_rescue = False
@@ -87,6 +87,13 @@ class Caretaker(threading.Thread):
         self._wake = threading.Event()
 
     # --- for the main thread
+
+    @property
+    def registered(self) -> bool:
+        """Whether others see this node. One that they do not see claims nothing: they take it for gone, and a breaking
+        migration would not know of it. CLOCK_BOOTTIME: a machine that has slept was not seen meanwhile. A duty that takes
+        long is no reason to stop: a migration waits for its locks, too."""
+        return boottime() < self._seen_until or (self._at_work and self._seen_until > 0.0)
 
     def serve(self, generation: int, handlers: Iterable[HandlerInfo]) -> None:
         self._serving = (generation, list(handlers))
@@ -181,9 +188,9 @@ class Caretaker(threading.Thread):
             if not self._live(state):
                 self.session.run(self._schema)  # says why, and that all connections are to be given up
                 return 1.0  # it fits again
-            self._lived = state, began
-            if not self.registered:
-                self.registered = True
+            before = self.registered
+            self._lived, self._seen_until = (state, began), began + migrate.NODE_TTL_S
+            if not before:
                 self.changed()
         if serving[1] != self._declared:
             self.session.run(store.declare_handlers, serving[1])
@@ -196,7 +203,11 @@ class Caretaker(threading.Thread):
         if not self.may_rescue:
             return 0.2
         self._keeper.idle = boottime() >= self._worked_at + CALM_S
-        pause = self.session.run(self._keeper.step, boottime())
+        self._at_work = self.registered
+        try:
+            pause = self.session.run(self._keeper.step, boottime())
+        finally:
+            self._at_work = False
         return min(pause, signs_s, figures_s)
 
     def _live(self, state: store.NodeState) -> bool:

@@ -87,7 +87,7 @@ class DispatcherChild:
         self.peer: channel.Peer | None = None
         self.respawn = Respawn(DISPATCHER_BACKOFF_MAX_S)
         self.handing_over = False
-        self.heard = self.began = 0.0
+        self.heard = 0.0
         # What all of them have counted, and what the last one has seen.
         self.figures = Figures()
         self.gauges: list[Cell] = []
@@ -95,6 +95,7 @@ class DispatcherChild:
         self._told: tuple[list[PluginInfo] | None, dict[str, int]] = (None, {})
         self.report: messages.Report | None = None
         self.hello: messages.Hello | None = None
+        self._hello_at = 0.0
         self.drained = False
 
     def start(self, start: messages.Start) -> channel.Peer:
@@ -105,7 +106,7 @@ class DispatcherChild:
             self.pid = process.spawn(argv, self._env, [theirs.fileno()])
         self.peer = channel.Peer(ours, messages.encode)
         now = boottime()
-        self.heard = self.began = now
+        self.heard = now
         self.respawn.begin(now)
         self.report = self.hello = None
         self.handing_over = self.drained = False
@@ -138,11 +139,22 @@ class DispatcherChild:
             with contextlib.suppress(channel.ChannelClosed):
                 self.peer.flush()
 
+    def greeted(self, hello: messages.Hello) -> None:
+        """It runs."""
+        self.hello, self._hello_at = hello, boottime()
+
+    @property
+    def claims(self) -> bool:
+        """Whether it is connected and its node is known, so that it claims what it is asked for."""
+        return self.report is not None and self.report.database_up and self.report.registered
+
     def serves(self, now: float) -> bool:
         """Whether it claims jobs, or has had its time and would if there were a database."""
-        if self.hello is None or self.handing_over:
-            return False
-        return (self.report is not None and self.report.database_up) or now >= self.began + CONNECT_S
+        return (
+            self.hello is not None
+            and not self.handing_over
+            and (self.claims or now >= self._hello_at + CONNECT_S)
+        )
 
     def hand_over(self) -> None:
         """Let it end in order; a successor follows its reaping."""

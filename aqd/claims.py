@@ -28,9 +28,9 @@ CHANNEL: Final = "aqd_jobs"
 # Its payload is the node that runs the job which was cancelled (aqd.cancel).
 CANCEL_CHANNEL: Final = "aqd_cancel"
 
-# Beside a backlog, all processors busy, 17,000 jobs/s: of claims of 1,000 no-op jobs 99 of 100 took less than 98–145 ms, of
-# 300 less than 25 (with the dispatcher's SWITCH_S; without it 45–49), at the same rate within what runs differ by.
-CLAIM_MAX: Final = 300
+# All processors busy with no-op jobs: of claims of 1,000 99 of 100 took less than 98–145 ms on a slow machine, of 300 25. On a
+# faster one, 3 alternations: 300 22 ms at 38,400 jobs/s, 200 15 ms at 37,300.
+CLAIM_MAX: Final = 200
 # Above this many lanes one pass over the index is cheaper than a probe for each.
 _MANY_LANES: Final = 5000
 
@@ -108,6 +108,8 @@ class Wish(NamedTuple):
 
     def less(self, number: int) -> "Wish":
         """What is left of it when so many jobs have been claimed. Pools share slots: there it depends on what came."""
+        if not number:
+            return self
         if len(self.limits) != 1 or self.total <= number:
             return NOTHING
         (pool,) = self.limits

@@ -100,6 +100,7 @@ class Dispatcher:
         self._look_around = False
         self.claimer.session.changed = self.recorder.session.changed = self.keeper.changed = self._poke
         self.schema.sessions = self.claimer.session, self.recorder.session, self.keeper.session
+        self.schema.wake = self.claimer.wake
 
     def _post(self, message: "tuple[list[ClaimedJob], int] | Told | None") -> None:
         """From the other threads; None: a job of ours was cancelled."""
@@ -149,8 +150,8 @@ class Dispatcher:
             if self.stock:
                 self._tell_working(now)
                 self.stock.give(links)
-            if self.reconciled and self.keeper.registered:
-                self._claim(links)
+            if self.reconciled:
+                self._claim(links if self.keeper.registered else [])
         self.master.flush()
 
     def _tick_s(self) -> float:
@@ -264,6 +265,7 @@ class Dispatcher:
                 types,
                 self.counters,
                 self.recorder.session.silent_s(boottime()),
+                self.keeper.registered,
                 self.schema.unfit,
             )
         )
@@ -515,6 +517,7 @@ class Dispatcher:
 
     def _claimed(self, jobs: list[ClaimedJob], asked_ns: int) -> None:
         certain_ns = asked_ns + int(self.config.daemon.lease_s * 1e9)
+        self.claimer.taken_in += len(jobs)
         late = boottime_ns() - asked_ns > STALE_S * 1e9
         refused = late or self.draining or self.handing_over
         for job, held in zip(jobs, self.stock.claimed(jobs, certain_ns), strict=True):
@@ -537,7 +540,7 @@ class Dispatcher:
         ]
 
     def _claim(self, links: list[Link]) -> None:
-        wanted = self.stock.demand(links)
+        wanted = self.stock.demand(links).less(self.claimer.coming)
         if wanted != (before := self.claimer.wanted):
             self.claimer.wanted = wanted
             if wanted.exceeds(before):

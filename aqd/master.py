@@ -414,7 +414,7 @@ class Master:
     def _on_dispatcher(self, message: messages.FromDispatcher) -> None:
         match message:
             case messages.Hello(version):
-                self.dispatcher.hello = message
+                self.dispatcher.greeted(message)
                 if version != __version__:
                     logger.warning(
                         "restart needed: the program was upgraded", running=__version__, installed=version
@@ -563,10 +563,9 @@ class Master:
         return "running" if self.ready_sent else "starting"
 
     def _tell_systemd(self, now: float) -> None:
-        report = self.dispatcher.report
         if not self.ready_sent and self.draining_until is None:
             loaded = self.plan.serving is not None and not self._switching
-            if report is not None and report.database_up and loaded:
+            if self.dispatcher.claims and loaded:
                 self.ready_sent = True
                 self.systemd.send("READY=1")
                 logger.info(

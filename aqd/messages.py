@@ -223,7 +223,7 @@ class Watch(_Message):
 
 class Report(_Message):
     """What the status shows of the dispatcher. ``held``: incarnation → number of jobs; ``types``: incarnation →
-    type it is on; ``silent_s``: for how long the database has owed the recorder an answer; ``unfit``: why this aqd can never work
+    type it is on; ``silent_s``: for how long the database has owed the recorder an answer; ``registered``: other nodes see this one; ``unfit``: why this aqd can never work
     with the schema (:class:`aqd.errors.SchemaUnfit`)."""
 
     database_up: bool
@@ -233,6 +233,7 @@ class Report(_Message):
     types: dict[int, str]
     counters: dict[str, int]
     silent_s: float = 0.0
+    registered: bool = False
     unfit: str = ""
 
 

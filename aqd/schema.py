@@ -6,13 +6,13 @@ connected (its sign of life is refused, or it alone lost its connection): then n
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aqd import log, migrate
 from aqd.config import Database
 from aqd.database import Connection
 from aqd.errors import SchemaMismatch, SchemaUnfit
-from aqd.sessions import LOG_EVERY_S, Session
+from aqd.sessions import Session
 
 logger = log.get_logger("dispatcher")
 
@@ -24,7 +24,10 @@ class Schema:
         self._migrate = config.migrate
         self._ready = False
         self._lock = threading.Lock()
-        self._suppressor = log.Suppressor(LOG_EVERY_S)
+        self._waits_for = ""
+        self.wake: Callable[[], None] = lambda: (
+            None
+        )  # whoever has nothing to do, and would keep its connection
         self.unfit = ""  # why no waiting helps
         self.sessions: Sequence[Session] = ()
         migrate.load_files()  # of our own version, whatever is installed by the time of the first connection
@@ -39,9 +42,12 @@ class Schema:
                 self.unfit = str(error)
                 for session in self.sessions:
                     session.doubt = error
+                self.wake()
                 raise
             except SchemaMismatch as error:
-                if self._suppressor.allow("pending")[0]:  # once for all threads
-                    logger.warning("waiting for the schema", reason=str(error))
+                self.unfit = ""
+                if str(error) != self._waits_for:  # once for all threads
+                    self._waits_for = str(error)
+                    logger.warning("waiting for the schema", reason=self._waits_for)
                 raise
-            self._ready, self.unfit = True, ""
+            self._ready, self.unfit, self._waits_for = True, "", ""

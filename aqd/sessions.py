@@ -65,6 +65,7 @@ class Session:
         self._connection: Connection | None = None
         self._failures = 0  # since a connection last proved good
         self._relapsing = self._prepared = False
+        self._away = False  # and said so
         self._up_since = 0.0
         self._lock = threading.Lock()
         self._deadline = self._since = 0.0
@@ -137,11 +138,13 @@ class Session:
         self.error = " ".join(str(error).split())[:300] or type(error).__name__
         if self._cut:
             self.error = f"no answer within the deadline of {self._limit_s:g} s"
-        write, suppressed = self._suppressor.allow("down")
-        if isinstance(error, SchemaMismatch):
-            pass  # said once for the node, by aqd.schema or the master
-        elif write or (self.up and not self._relapsing):
-            self._log.warning("database away", error=self.error, suppressed=suppressed or None)
+        if not isinstance(
+            error, SchemaMismatch
+        ):  # else it is said once for the node, by aqd.schema or the master
+            self._away = True
+            write, suppressed = self._suppressor.allow("down")
+            if write or (self.up and not self._relapsing):
+                self._log.warning("database away", error=self.error, suppressed=suppressed or None)
         self.close()
 
     def close(self) -> None:
@@ -177,7 +180,7 @@ class Session:
             raise
         self._end()
         if self._failures and not self._relapsing:
-            self._log.info("database is back", failures=self._failures)
+            self._say_back()
         self._prepared = self.up = True
         self.error, self._up_since = "", boottime()
         self.changed()
@@ -186,9 +189,14 @@ class Session:
     def _recovered(self) -> None:
         """The connection has lasted: what comes now is a new trouble."""
         if self._relapsing:
-            self._log.info("database is back", failures=self._failures)
+            self._say_back()
         self._failures, self._relapsing = 0, False
         self._suppressor.reset("down")
+
+    def _say_back(self) -> None:
+        if self._away:
+            self._log.info("database is back", failures=self._failures)
+        self._away = False
 
     # --- the deadline
 

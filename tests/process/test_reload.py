@@ -10,6 +10,7 @@ from pathlib import Path
 from aqd.errors import Exit
 from tests.fixtures import processes
 from tests.fixtures.processes import wait_until
+from tests.process.support import backends
 
 ANSWERS = """
 from aqd import hookimpl
@@ -464,10 +465,14 @@ def test_a_reload_is_done_when_its_new_dispatcher_claims(start_daemon, jobs):
     before = daemon.process_of("dispatcher")
 
     def hold_up():
-        wait_until(lambda: before not in {p.pid for p in daemon.tree()}, 30)
-        time.sleep(1.0)  # the new one is there by now, and cannot register the node
+        waits = (
+            "select from pg_locks where relation = 'aqd.nodes'::regclass and not granted and pid <> all(%s)"
+        )
+        wait_until(lambda: before not in {p.pid for p in daemon.tree()}, 60)
+        wait_until(lambda: jobs.conn.execute(waits, [earlier]).fetchone() is not None, 60)
         jobs.conn.execute("rollback")
 
+    earlier = backends(jobs)
     jobs.conn.execute("begin; lock table aqd.nodes in access exclusive mode")
     holder = threading.Thread(target=hold_up)
     holder.start()

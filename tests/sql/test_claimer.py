@@ -261,8 +261,16 @@ def test_what_is_left_of_a_large_wish_is_given_up_when_nothing_more_is_wanted(
 
     one.claimer.book.claim = claim_meanwhile  # type: ignore[method-assign]
     one.claimer._deliver = lambda jobs, _asked_ns: one.jobs.extend(jobs)
+    waited: list[float] = []
+    wait = one.claimer._wait
+
+    def noted(seconds: float) -> None:
+        waited.extend([seconds] if one.jobs else [])
+        wait(seconds)
+
+    one.claimer._wait = noted  # type: ignore[method-assign]
     one.start()
-    wait_until(lambda: one.jobs)
+    wait_until(lambda: waited)  # it has nothing more to do, and was not stopped
     one.stop()
     assert len(one.jobs) == CLAIM_MAX
 

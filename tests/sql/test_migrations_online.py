@@ -131,19 +131,25 @@ def test_a_schema_that_somebody_else_makes_is_waited_for(
 NEWER = "insert into aqd.migrations values (%s, 'much_later', 'breaking', 'x')"
 
 
+SLOW = "import time\ntime.sleep(3)\n"
+
+
+@pytest.mark.parametrize(
+    "plugins", [{}, {"slow.py": SLOW}], ids=["", "connected before its plugins are loaded"]
+)
 def test_a_node_that_starts_during_a_breaking_one_is_not_let_in(
-    start_daemon: Callable[..., Any], jobs: Any, database_url: str
+    start_daemon: Callable[..., Any], jobs: Any, database_url: str, plugins: dict[str, str]
 ) -> None:
     """It has looked at the schema before, and would have claimed jobs of the next one."""
     job = jobs.add()
     with psycopg.connect(database_url) as migration:
         migration.execute("lock table aqd.nodes in share row exclusive mode")
-        daemon = start_daemon(wait=False)
+        daemon = start_daemon(plugins=plugins, wait=False)
         waits = "select from pg_locks where relation = 'aqd.nodes'::regclass and not granted"
         wait_until(lambda: migration.execute(waits.encode()).fetchone() is not None, 60)
         daemon.wait_status(lambda status: all(slot["state"] == "idle" for slot in status["slots"]), 60)
         migration.execute(NEWER, [NEWEST + 1])
-        assert daemon.status()["state"] == "waiting for database"
+        assert daemon.status()["state"] in ("starting", "waiting for database")
         assert jobs.state(job) == "QUEUED", "claimed by a node of which the migration cannot know"
     daemon.expected_exit = Exit.DATABASE
     assert daemon.wait_exit(60) == Exit.DATABASE
@@ -152,11 +158,14 @@ def test_a_node_that_starts_during_a_breaking_one_is_not_let_in(
     assert jobs.conn.execute("select count(*) as n from aqd.nodes").fetchone()["n"] == 0
 
 
-def test_a_node_that_was_taken_for_gone_goes_no_further(start_daemon: Callable[..., Any], jobs: Any) -> None:
+def test_a_node_that_was_taken_for_gone_goes_no_further(
+    start_daemon: Callable[..., Any], jobs: Any, side: Any, tmp_path: Path
+) -> None:
     """It was cut off, or the machine slept, while somebody migrated. Its connections may live: its next sign of life
     tells. It says so once, waits and does nothing."""
-    daemon = start_daemon({"keeper": {"node_ttl_s": 3.0}})
-    jobs.wait(jobs.add(), "COMPLETED")
+    daemon = start_daemon({"keeper": {"node_ttl_s": 3.0}, "daemon": {"slots": 1}})
+    gate = tmp_path / "gate"
+    side.wait_start(jobs.add([{"wait_file": str(gate)}]))  # it wants nothing, and hears of nothing
     with jobs.conn.transaction():
         jobs.conn.execute("delete from aqd.nodes")
         jobs.conn.execute(NEWER, [NEWEST + 1])
@@ -170,6 +179,7 @@ def test_a_node_that_was_taken_for_gone_goes_no_further(start_daemon: Callable[.
     assert jobs.state(job) == "QUEUED"
     assert len(daemon.find("schema does not fit")) == 1
     jobs.conn.execute("delete from aqd.migrations where version = %s", [NEWEST + 1])
+    gate.touch()
     jobs.wait(job, "COMPLETED", timeout_s=60)
 
 

@@ -236,8 +236,8 @@ def test_a_batch_that_has_come_together_is_not_lingered_for(
         recorder.put(*work[first : first + 20])
     recorder._last = 100
     assert recorder._take() == work[:100]
-    assert not lingered
+    assert LINGER_S not in lingered  # other threads may sleep
     recorder.put(*work[100:120])
     assert recorder._take() == work[100:120]
-    assert lingered == [LINGER_S]
+    assert LINGER_S in lingered
     recorder.session.close()

@@ -17,7 +17,7 @@ from aqd.dispatcher import Dispatcher
 from aqd.journal import Writer
 from aqd.links import Held, Link
 from aqd.page import Page
-from aqd.process import boottime_ns
+from aqd.process import boottime, boottime_ns
 from aqd.recorder import Completed, Failed, Released, Renewed
 
 
@@ -187,3 +187,39 @@ def test_a_wish_is_met_by_claims() -> None:
     pools = Wish({"mine": CLAIM_MAX + 7, "": 2}, frozenset({""}), 3, {"mine": 1})
     assert pools.one_claim() == Wish({"mine": CLAIM_MAX, "": 2}, frozenset({""}), 3, {"mine": 1})
     assert pools.less(CLAIM_MAX) == NOTHING
+
+
+def test_a_node_that_others_do_not_see_wants_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher, keeper = desk.dispatcher, desk.dispatcher.keeper
+    monkeypatch.setattr(dispatcher.stock, "demand", lambda links: Wish({"": len(links)}))
+    monkeypatch.setattr(dispatcher, "_serving", lambda: ["a link"])
+    dispatcher.reconciled = True
+
+    def wanted() -> int:
+        dispatcher._look_around = False
+        dispatcher._next_tick = boottime() + 60
+        dispatcher._turn()
+        return dispatcher.claimer.wanted.total
+
+    for seen_until, at_work, wants in (
+        (0.0, False, 0),  # not yet
+        (boottime() + 60, False, 1),
+        (boottime() - 1, False, 0),  # not any more
+        (boottime() - 1, True, 1),  # on a long duty, after which it will be
+        (0.0, True, 0),
+    ):
+        keeper._seen_until, keeper._at_work = seen_until, at_work
+        assert wanted() == wants
+
+
+def test_what_is_claimed_and_not_yet_looked_at_is_not_asked_for_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = desk.dispatcher
+    monkeypatch.setattr(dispatcher.stock, "demand", lambda _links: Wish({"": 500}))
+    dispatcher.claimer.delivered = 200
+    dispatcher._claim([])
+    assert dispatcher.claimer.wanted == Wish({"": 300})
+    dispatcher.claimer.taken_in = 200
+    dispatcher._claim([])
+    assert dispatcher.claimer.wanted == Wish({"": 500})
