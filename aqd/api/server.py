@@ -83,6 +83,7 @@ class Server(BaseApplication):  # type: ignore[misc]
         self.cfg.set("logger_class", GunicornLog)
         self.cfg.set("post_fork", _post_fork)
         self.cfg.set("worker_exit", _worker_exit)
+        self.cfg.set("when_ready", lambda _arbiter: self._tell())
         if not os.access(self.cfg.worker_tmp_dir, os.W_OK):
             self.cfg.set("worker_tmp_dir", None)
         GateWorker.request_timeout_s = api.request_timeout_s
@@ -95,10 +96,18 @@ class Server(BaseApplication):  # type: ignore[misc]
             ring = _ring(cfg, self._exposed)
         except AqdError as error:
             logger.error("configuration refused, the old one serves on", reason=str(error))
+            self._tell(f"; configuration refused: {error}")
             return
         self._aqd, self._ring = cfg, ring
         log.configure(cfg.log.level, cfg.log.format, process="api")
         super().reload()
+        self._tell()
+
+    def _tell(self, trouble: str = "") -> None:
+        """The status line of ``systemctl status``, in place of gunicorn's."""
+        workers = self._aqd.api.workers
+        text = f"serving: {workers} process{'es' if workers != 1 else ''}{trouble}"
+        systemd.notify(f"STATUS={' '.join(text.split())}")
 
     def load(self) -> Any:
         """The WSGI application; called in each worker after the fork."""

@@ -97,8 +97,19 @@ def test_systemd_is_told_by_the_service_but_not_by_the_daemons_child(tmp_path: P
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(20)
         env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "PORT": str(free_port())}
-        with aqd_api(tmp_path, **env):
+        file = tmp_path / "aqd.toml"
+        file.write_text("[api]\nworkers = 1\n")
+        with aqd_api(tmp_path, **env, AQD_CONFIG=str(file), AQD_API_WORKERS="") as api:
             assert b"READY=1" in manager.recv(4096)
+            assert manager.recv(4096) == b"STATUS=serving: 1 process"
+            file.write_text('[api]\nworkers = "many"\n')
+            api.send_signal(signal.SIGHUP)
+            refused = manager.recv(4096).decode()
+            assert refused.startswith("STATUS=serving: 1 process; configuration refused: ")
+            assert "api.workers" in refused
+            file.write_text("[api]\nworkers = 2\n")
+            api.send_signal(signal.SIGHUP)
+            assert manager.recv(4096) == b"STATUS=serving: 2 processes"
         manager.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while manager.recv(4096):
