@@ -307,10 +307,10 @@ class Claimer(threading.Thread):
             return False
         if not self._asleep:  # else notifications were counted
             self._arrived(len(jobs))
+        self.delivered += len(jobs)  # first: what the main thread asks for from now on is without them
         # Until the main thread has seen these. It may have changed its mind meanwhile, but knew nothing of them. To wait for it
         # between the claims of a large wish left workers idle (no-op jobs, with the recorder's: 34,900 → 39,200 jobs/s).
         self.wanted = self.wanted.less(len(jobs)) if len(jobs) >= wanted.total else NOTHING
-        self.delivered += len(jobs)
         self._deliver(jobs, asked_ns)
         return True
 

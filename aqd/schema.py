@@ -25,9 +25,8 @@ class Schema:
         self._ready = False
         self._lock = threading.Lock()
         self._waits_for = ""
-        self.wake: Callable[[], None] = lambda: (
-            None
-        )  # whoever has nothing to do, and would keep its connection
+        # Wakes whoever has nothing to do, and would keep its connection.
+        self.wake: Callable[[], None] = lambda: None
         self.unfit = ""  # why no waiting helps
         self.sessions: Sequence[Session] = ()
         migrate.load_files()  # of our own version, whatever is installed by the time of the first connection

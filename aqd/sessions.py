@@ -65,7 +65,7 @@ class Session:
         self._connection: Connection | None = None
         self._failures = 0  # since a connection last proved good
         self._relapsing = self._prepared = False
-        self._away = False  # and said so
+        self._away = False  # it was, or is, for another reason than its schema
         self._up_since = 0.0
         self._lock = threading.Lock()
         self._deadline = self._since = 0.0
@@ -138,9 +138,8 @@ class Session:
         self.error = " ".join(str(error).split())[:300] or type(error).__name__
         if self._cut:
             self.error = f"no answer within the deadline of {self._limit_s:g} s"
-        if not isinstance(
-            error, SchemaMismatch
-        ):  # else it is said once for the node, by aqd.schema or the master
+        # A schema that does not fit is said once for the node, by aqd.schema or the master.
+        if not isinstance(error, SchemaMismatch):
             self._away = True
             write, suppressed = self._suppressor.allow("down")
             if write or (self.up and not self._relapsing):
