@@ -40,6 +40,29 @@ def test_an_orphan_is_found_and_killed() -> None:
     assert processes.look(orphan) is None
 
 
+@pytest.mark.parametrize("contained", [False, True])
+def test_what_others_keep_in_a_container_is_theirs(contained: bool) -> None:
+    """The engine's and the machines' daemons may be below the process that runs another test, which must not kill them."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"] if contained else []
+    if contained and subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to make a PID namespace")
+    mark = f"container-{os.urandom(4).hex()}"
+    # The title as setproctitle shows it.
+    shell = ["bash", "-c", 'exec -a "aqd: worker 0" "$@"', "bash"]
+    started = subprocess.Popen([*unshare, *shell, *command])
+
+    def titled_aqd() -> list[processes.Process]:
+        return [each for each in processes.descendants(os.getpid()) if each.title.startswith("aqd: worker 0")]
+
+    try:
+        (titled,) = wait_until(titled_aqd, 5)
+        assert processes.belonging(mark, []) == ([] if contained else [titled])
+    finally:
+        started.kill()
+        started.wait()
+
+
 def test_a_zombie_is_found(tmp_path: Path) -> None:
     code = "import os, time\nif os.fork() == 0: os._exit(0)\nprint('forked', flush=True)\ntime.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

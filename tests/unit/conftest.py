@@ -14,6 +14,7 @@ def restored_log() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     log._dropped = 0
+    log.context()  # a worker that ran in this process has left that of its last job
     yield
     log.context()
     log.configure("info", "human", process="aqd", stdlib=False)
