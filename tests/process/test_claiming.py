@@ -4,6 +4,11 @@ import random
 import signal
 import time
 
+import msgspec
+import pytest
+
+from aqd import control
+from aqd.figures import Cell
 from tests.fixtures.processes import wait_until
 
 OTHER_PLUGIN = """
@@ -34,6 +39,19 @@ def wait_asleep(jobs, known=1):
     """Waits until a claimer has announced its sleep anew; the number of announcements."""
     statement = "select last_value as n from aqd.sleeps"
     return wait_until(lambda: (n := jobs.conn.execute(statement).fetchone()["n"]) > known and n)
+
+
+def claims_when_attempts(daemon, attempts):
+    """How many claims the node has made, as soon as its master has heard of so many attempts."""
+
+    def heard():
+        cells = control.request(daemon.socket, "metrics", 5.0)["cells"]
+        counts = {(cell.metric, *cell.labels): cell.count for cell in msgspec.convert(cells, list[Cell])}
+        if sum(count for (metric, *_), count in counts.items() if metric == "attempts") >= attempts:
+            return counts["statement", "claim"]
+        return None
+
+    return wait_until(heard)
 
 
 # --- shutting down ---------------------------------------------------------------------------------
@@ -233,12 +251,18 @@ def test_jobs_of_a_transaction_that_was_open_when_the_node_fell_asleep(start_dae
     assert time.monotonic() - began < 3.0
 
 
-def test_jobs_one_by_one_cost_one_claim_each_and_no_more_announcements(start_daemon, jobs):
+@pytest.mark.parametrize("slots", [1, 4])
+def test_jobs_one_by_one_cost_one_claim_each_and_no_more_announcements(start_daemon, jobs, slots):
     """And the node stays announced: whoever comes next wakes it, too."""
-    start_daemon({"daemon": {"poll_ms": 60_000}})
-    known = wait_asleep(jobs)
-    for _ in range(5):
+    daemon = start_daemon({"daemon": {"poll_ms": 60_000, "slots": slots}})
+    wait_asleep(jobs)
+    for _ in range(2):
+        jobs.wait(jobs.add())  # the first of its lane and type is looked for more than once
+    before = claims_when_attempts(daemon, 2)
+    known = jobs.conn.execute("select last_value as n from aqd.sleeps").fetchone()["n"]
+    for _ in range(10):
         assert delay_s(jobs.wait(jobs.add())) < 3.0
+    assert claims_when_attempts(daemon, 12) - before == 10
     assert jobs.conn.execute("select last_value as n from aqd.sleeps").fetchone()["n"] == known
     assert jobs.conn.execute("select last_value as n from aqd.wakes").fetchone()["n"] < known
 
