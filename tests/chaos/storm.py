@@ -185,9 +185,14 @@ class Storm:
 
     def _after(self) -> None:
         """All nodes are stopped. What was allowed to stay is ended by us."""
-        for helper in self.watcher.seen.helpers:
-            if helper.detached and helper.gone_ns is None and born(helper.pid) == helper.born:
+        stayed = [each for each in self.watcher.seen.helpers if each.detached and each.gone_ns is None]
+        for helper in stayed:
+            if born(helper.pid) == helper.born:
                 os.kill(helper.pid, signal.SIGKILL)
+        # On a busy machine one that is killed runs on for a moment.
+        wait_until(
+            lambda: all(born(each.pid) != each.born for each in stayed), REST_S, "killed helpers to be gone"
+        )
         self.result.wrong += [f"left running: {each}" for each in self.world.left_over()]
         self.result.wrong += self.world.left_in_database()
         self.result.wrong += self.world.wrong
