@@ -184,8 +184,9 @@ class Storm:
         self._compare_api()
 
     def _after(self) -> None:
-        """All nodes are stopped. What was allowed to stay is ended by us."""
-        stayed = [each for each in self.watcher.seen.helpers if each.detached and each.gone_ns is None]
+        """All nodes are stopped. What was allowed to stay is ended by us, as is what a killed master has left;
+        any other helper has been reported by now."""
+        stayed = [each for each in self.watcher.seen.helpers if each.gone_ns is None]
         for helper in stayed:
             if born(helper.pid) == helper.born:
                 os.kill(helper.pid, signal.SIGKILL)
