@@ -130,8 +130,8 @@ def test_systemd_is_told_by_the_service_but_not_by_the_daemons_child(tmp_path: P
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     """The daemon's master is killed: the port must be free for its successor at once."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as listener:
         script = (
             "import subprocess, sys, time\n"
             f"subprocess.Popen([sys.executable, '-m', 'aqd.api.server', '--fd', '{listener.fileno()}'],"

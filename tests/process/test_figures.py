@@ -16,6 +16,7 @@ from aqd.exporter import CLIENTS_MAX
 from aqd.store import figures
 from tests.fixtures.daemon import Daemon
 from tests.fixtures.jobs import Jobs
+from tests.fixtures.postgres import free_port
 from tests.fixtures.processes import wait_until
 from tests.process.conftest import Proxied
 
@@ -38,11 +39,6 @@ def parsed(text: str) -> Samples:
 
 def of(daemon: Daemon) -> Samples:
     return parsed(metrics.of_daemon(control.request(daemon.socket, "metrics", 5.0)).decode())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def scrape(port: int) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import pytest
 
 from aqd.errors import Exit
 from tests.fixtures import processes
+from tests.fixtures.postgres import free_port
 from tests.fixtures.processes import wait_until
 
 # A plugin whose workers never reach their loop.
@@ -374,8 +375,8 @@ def catches_term(pid):
 
 def test_a_port_that_is_still_taken_is_waited_for(start_daemon):
     """By an API whose master was killed just after it had started it: a restart must not fail for that."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         daemon = start_daemon({"api": {"port": port, "workers": 1}}, with_api=True, wait=False)
         daemon.wait_for("api port is taken, waiting for it", port=port)
     daemon.wait_state("running")

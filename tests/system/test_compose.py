@@ -27,7 +27,8 @@ class Stack:
     def __init__(self, engine: Engine, keys: Path) -> None:
         self.engine = engine
         self.project = f"aqd{secrets.token_hex(4)}"
-        self.port = 20_000 + secrets.randbelow(30_000)
+        # Below those that the kernel gives to connections, which stay taken for a while.
+        self.port = 20_000 + secrets.randbelow(12_000)
         self.keys = keys
         self.environment = {
             "AQD_SECRETS": str(keys),

@@ -242,19 +242,19 @@ def test_the_database_ends_by_itself(demo: Demo) -> None:
     for pid in before:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: "starting it again" in demo.text, 10)
-    wait_until(lambda: set(embedded.server_processes(demo.directory / "postgres/data")) - set(before), 10)
+    wait_until(lambda: "starting it again" in demo.text, START_S)
+    wait_until(
+        lambda: set(embedded.server_processes(demo.directory / "postgres/data")) - set(before), START_S
+    )
     health = ["curl", "--silent", "--fail", f"http://127.0.0.1:{demo.port}/health"]
     if shutil.which("curl"):
-        wait_until(lambda: subprocess.run(health, capture_output=True).returncode == 0, 30)
+        wait_until(lambda: subprocess.run(health, capture_output=True).returncode == 0, START_S)
     demo.process.send_signal(signal.SIGTERM)
     assert demo.wait() == 0, demo.text
 
 
 def test_a_port_in_use(demo: Demo) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", demo.port))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", demo.port)):
         assert demo.start("--once").wait() == 1
     assert f"cannot listen on 127.0.0.1:{demo.port}: Address already in use" in demo.text
     assert "Traceback" not in demo.text
