@@ -48,16 +48,17 @@ def test_what_others_keep_in_a_container_is_theirs(contained: bool) -> None:
     if contained and subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no right to make a PID namespace")
     mark = f"container-{os.urandom(4).hex()}"
-    # The title as setproctitle shows it.
-    shell = ["bash", "-c", 'exec -a "aqd: worker 0" "$@"', "bash"]
+    # The title as setproctitle shows it; its own, because there may be such containers below this process just now.
+    title = f"aqd: worker {mark}"
+    shell = ["bash", "-c", f'exec -a "{title}" "$@"', "bash"]
     started = subprocess.Popen([*unshare, *shell, *command])
 
     def titled_aqd() -> list[processes.Process]:
-        return [each for each in processes.descendants(os.getpid()) if each.title.startswith("aqd: worker 0")]
+        return [each for each in processes.descendants(os.getpid()) if each.title.startswith(title)]
 
     try:
         (titled,) = wait_until(titled_aqd, 5)
-        assert processes.belonging(mark, []) == ([] if contained else [titled])
+        assert [each.pid for each in processes.belonging(mark, [])] == ([] if contained else [titled.pid])
     finally:
         started.kill()
         started.wait()

@@ -64,16 +64,17 @@ def test_nothing_outlives_its_job(start_daemon, jobs, end):
 def test_a_job_that_forks_faster_than_it_can_be_killed(start_daemon, jobs):
     """Its worker gives up after a second, with the outcome sent, and the master ends the whole group."""
     daemon = start_daemon(ONE, plugins=probe.source())
+    name = f"comet-{os.urandom(4).hex()}"  # all processes of the machine are looked at
     worker = probe.result(
         jobs,
-        """
+        f"""
 runner = "import os\\nwhile True:\\n  if os.fork(): os._exit(0)"
-subprocess.Popen([sys.executable, "-S", "-c", runner, "comet"])
+subprocess.Popen([sys.executable, "-S", "-c", runner, "{name}"])
 time.sleep(0.2)
 result = os.getpid()
 """,
     )
-    wait_until(lambda: not any("comet" in p.title for p in processes.table().values()), 15)
+    wait_until(lambda: not any(name in p.title for p in processes.table().values()), 15)
     assert probe.result(jobs, "result = 5") == 5
     # Either it was caught after all, or the worker has left.
     if daemon.workers()[0] != worker:

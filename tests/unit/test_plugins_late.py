@@ -108,6 +108,8 @@ def test_late_plugins_may_be_broken_too(tmp_path):
 
 # --- inspection and probing: nothing is imported here ------------------------------------------------
 
+SECONDS = 700_000 + os.getpid()  # all processes of the machine are looked at
+
 
 def test_inspection_survives_whatever_a_plugin_does_and_imports_nothing(tmp_path):
     write(
@@ -117,7 +119,7 @@ def test_inspection_survives_whatever_a_plugin_does_and_imports_nothing(tmp_path
             "b_crashes.py": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)",
             "c_hangs.py": "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\nwhile True: pass",
             "c_swallows.py": "import time\nwhile True:\n try: time.sleep(600)\n except BaseException: pass",
-            "d_leaves.py": "import subprocess, os\nsubprocess.Popen(['sleep', '601'])\nos._exit(4)",
+            "d_leaves.py": f"import subprocess, os\nsubprocess.Popen(['sleep', '{SECONDS}'])\nos._exit(4)",
             "e_closes.py": "import os\nos.closerange(3, 100)\n" + handler("closes"),
             "f_prints.py": "print('on standard output', flush=True)\n" + handler("prints"),
             "g_threads.py": THREAD + handler("threads"),
@@ -151,7 +153,7 @@ def test_inspection_survives_whatever_a_plugin_does_and_imports_nothing(tmp_path
     assert answer["modules"] == []
     assert answer["descriptors"] == 0
     assert answer["children"] is None
-    assert not running("sleep 601")
+    assert not running(f"sleep {SECONDS}")
 
 
 def running(command: str) -> list[int]:

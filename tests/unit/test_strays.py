@@ -16,7 +16,8 @@ from aqd.strays import QUIET_S, Hunt
 from tests.fixtures import processes
 from tests.fixtures.processes import wait_until
 
-NODE = "node/1/abc"
+NODE = f"node/{os.getpid()}/abc"  # all processes of the machine are looked at, and some ended
+NOBODY = 2**22 + 1  # no process has that number
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_the_marker_finds_who_has_a_session_of_its_own(started):
     it = hunt()
     ours = helper(started, env={strays.MARKER: f"{NODE}.7"}, own_session=True)
     sibling = helper(started, env={strays.MARKER: f"{NODE}.70"}, own_session=True)
-    it.worker_died(999_999, 7, 0.0)
+    it.worker_died(NOBODY, 7, 0.0)
     run(it)
     wait_until(lambda: gone(ours))
     assert not gone(sibling)
@@ -136,7 +137,7 @@ def test_as_pid_1_foreign_orphans_are_left_alone(started):
     it = hunt(adopted=False)
     foreign = helper(started, own_session=True)
     ours = helper(started, env={strays.MARKER: f"{NODE}.7"}, own_session=True)
-    it.worker_died(999_999, 7, 0.0)
+    it.worker_died(NOBODY, 7, 0.0)
     run(it)
     wait_until(lambda: gone(ours))
     assert not gone(foreign)
@@ -164,7 +165,7 @@ def test_the_children_of_killed_strays_follow(started):
     pids = [int(word) for word in chain.split()]
     started += pids
     now = 0.0
-    it.worker_died(999_999, 7, now)
+    it.worker_died(NOBODY, 7, now)
 
     def turn():
         nonlocal now
@@ -189,17 +190,17 @@ def test_a_session_number_that_was_given_away_again_is_another_s(started):
 
 def test_the_hunt_ends(started):
     it = hunt()
-    it.worker_died(999_999, 7, 0.0)
+    it.worker_died(NOBODY, 7, 0.0)
     assert QUIET_S <= run(it, until=100.0) < QUIET_S + 2
     assert it.turn(200.0) is None
 
 
 def test_after_an_orderly_end_one_look_is_enough_unless_it_finds_something(started):
     it = hunt()
-    it.worker_died(999_999, 7, 0.0, orderly=True)
+    it.worker_died(NOBODY, 7, 0.0, orderly=True)
     assert it.turn(0.0) is None
     ours = helper(started, env={strays.MARKER: f"{NODE}.8"}, own_session=True)
-    it.worker_died(999_999, 8, 10.0, orderly=True)
+    it.worker_died(NOBODY, 8, 10.0, orderly=True)
     assert run(it, 10.0, until=100.0) >= 10.0 + QUIET_S
     wait_until(lambda: gone(ours))
 
@@ -208,7 +209,7 @@ def test_many_deaths_do_not_take_all_the_time(started):
     it = hunt()
     now = boottime()
     for incarnation in range(50):
-        it.worker_died(999_999, incarnation, now)
+        it.worker_died(NOBODY, incarnation, now)
         if incarnation == 0:
             it.turn(now)
     assert it.turn(now) > now  # due, and yet not now
