@@ -177,7 +177,8 @@ def test_a_slow_producer_holds_nobody_up(rows, database: str) -> None:  # noqa: 
         )  # more than a pipe holds: most of it has been read then
         process.stdin.flush()
         with psycopg.connect(database) as conn:
-            asked = "select count(*) from pg_stat_activity where application_name like 'aqd submit%'"
+            asked = """select count(*) from pg_stat_activity
+                       where datname = current_database() and application_name like 'aqd submit%'"""
             assert conn.execute(asked).fetchone() == (0,)
             conn.execute("set lock_timeout = '10s'")
             first = client.enqueue(conn, "mail", idempotency_key="k0").id

@@ -205,7 +205,7 @@ def test_a_fork_under_a_name_of_its_own_has_a_way_of_its_own(stream, native) -> 
     log.get_logger("job").info("x")
     assert entry(native.recv(1 << 16))["AQD_PROCESS"] == "worker 3"
     assert log._state.journal is not parents
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may go meanwhile
 
 
 @pytest.mark.timeout(60)

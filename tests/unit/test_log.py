@@ -400,7 +400,7 @@ def test_configuring_again_leaks_no_descriptor(pipe) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         log.configure("debug", "json", process="p", fd=pipe[1], stdlib=False)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may go meanwhile
 
 
 # --- several processes and threads ----------------------------------------------------------------

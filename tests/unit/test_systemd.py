@@ -49,9 +49,9 @@ def test_notify_does_not_wait_for_a_manager_that_does_not_read(tmp_path: Path) -
 
 
 def test_notify_leaves_no_descriptor_behind(tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     systemd.notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "missing")})
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # what earlier tests have left may go meanwhile
 
 
 def test_reloading_carries_a_monotonic_stamp() -> None:

@@ -19,6 +19,7 @@ from aqd import (
     Retry,
     channel,
     journal,
+    log,
     messages,
     output,
     process,
@@ -30,8 +31,17 @@ from aqd.hookspecs import Confinement, HandlerInfo, JobContext
 from aqd.page import Page, StopReason
 from aqd.plugins import LoadedHandler, Registry
 from aqd.process import boottime_ns
+from aqd.strays import MARKER
 from aqd.title import Title
 from aqd.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A worker marks its environment and its log: what later tests start or say must not have the mark."""
+    monkeypatch.setenv(MARKER, "")  # whereby it is put back
+    yield
+    log.context()
 
 
 class Untouched(output.Streams):
