@@ -55,7 +55,11 @@ def complete(node: store.Connection) -> None:
 
 
 def backends(jobs: Jobs, name: str = "aqd api waiters%") -> list[int]:
-    rows = jobs.conn.execute("select pid from pg_stat_activity where application_name like %s", [name])
+    # In the test's own database: there is the API that the file's tests share, too.
+    rows = jobs.conn.execute(
+        "select pid from pg_stat_activity where datname = current_database() and application_name like %s",
+        [name],
+    )
     return [row["pid"] for row in rows]
 
 
@@ -167,7 +171,8 @@ def test_one_connection_for_all_that_wait(
     assert len(backends(jobs)) == 1
     # None of them holds another one: those may all go.
     jobs.conn.execute(
-        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'aqd api'"
+        "select pg_terminate_backend(pid) from pg_stat_activity"
+        " where datname = current_database() and application_name = 'aqd api'"
     )
     book = ClaimBook("node", 30.0)
     book.set_types(frozenset({"fate"}))

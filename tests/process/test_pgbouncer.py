@@ -218,7 +218,8 @@ def test_listening_at_the_server_itself(pooled, database_url, start_daemon, jobs
         assert jobs.wait(jobs.add(), timeout_s=20)["state"] == "COMPLETED"
     assert daemon.find(DEAF) == []
     with psycopg.connect(database_url, autocommit=True) as conn:
-        channels = "select count(*) from pg_stat_activity where application_name like 'aqd claimer%'"
+        channels = """select count(*) from pg_stat_activity
+                      where datname = current_database() and application_name like 'aqd claimer%'"""
         assert conn.execute(channels).fetchone() == (1,)
 
 

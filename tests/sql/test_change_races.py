@@ -59,7 +59,12 @@ def test_many_beside_a_running_node_do_not_deadlock(connect: Connect, queue: Que
     made += sum(in_threads(lambda: node(1), lambda: node(2), all_by_hand, timeout_s=150))
     assert min(rounds.values()) > 2
     wait_until(
-        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 2
+        lambda: (
+            queue.value(
+                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+            )
+            <= 2
+        )
     )
     assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
     assert queue.value("select count(*) from aqd.all_jobs") <= made
@@ -96,7 +101,12 @@ def test_those_who_want_the_same_do_not_deadlock(
     for conn in conns:
         conn.close()
     wait_until(
-        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
+        lambda: (
+            queue.value(
+                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+            )
+            <= 1
+        )
     )
     assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
 
@@ -140,6 +150,11 @@ def test_batches_that_replace_do_not_deadlock_with_changes_of_many(connect: Conn
     in_threads(lambda: application(keys), lambda: application(keys[::-1]), by_hand, locked, timeout_s=120)
     assert queue.value("select count(*) from aqd.idempotency_keys where expires_at < now()") == 0
     wait_until(
-        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
+        lambda: (
+            queue.value(
+                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+            )
+            <= 1
+        )
     )
     assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0

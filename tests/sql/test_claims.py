@@ -124,9 +124,7 @@ def test_changed_while_they_are_claimed(connect: Connect, queue: Queue, changed:
         mine = book(sweep_s=60.0)
         holder.execute("select pg_advisory_lock(77)")
         claim = pool.submit(mine.claim, conn, 10)
-        wait_until(
-            lambda: queue.value("select 1 from pg_locks where locktype = 'advisory' and not granted") == 1
-        )
+        wait_until(lambda: queue.value("select pg_blocking_pids(%s)", conn.info.backend_pid))
         queue.conn.execute(
             "update aqd.jobs set max_attempts = 7 where id = any(%s)", [[ids[n] for n in changed]]
         )

@@ -281,7 +281,12 @@ def test_batches_in_opposite_orders_do_not_deadlock(connect: Connect, queue: Que
     assert all(other == first for other in others)
     assert jobs(queue) == rounds * len(keys)
     wait_until(
-        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 1
+        lambda: (
+            queue.value(
+                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+            )
+            <= 1
+        )
     )
     assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
 

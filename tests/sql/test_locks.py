@@ -22,7 +22,12 @@ ROWS = 600
 def deadlocks(queue: Queue) -> int:
     """Deadlocks in this database, once the sessions that may have had them have ended and told."""
     wait_until(
-        lambda: queue.value("select count(*) from pg_stat_activity where application_name = 'test'") <= 2
+        lambda: (
+            queue.value(
+                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+            )
+            <= 2
+        )
     )
     return int(queue.value("select deadlocks from pg_stat_database where datname = current_database()"))
 

@@ -106,7 +106,8 @@ def test_killed_in_the_middle(empty_database_url: str, conn: database.Connection
     # It now waits in the middle of migration 1, for the lock that making a partition takes.
     with psycopg.connect(empty_database_url, autocommit=True) as looker:
         query = """select count(*) from pg_stat_activity
-                   where application_name = 'starter' and wait_event = 'advisory'"""
+                   where datname = current_database() and application_name = 'starter'
+                   and wait_event = 'advisory'"""
         wait_until(lambda: looker.execute(query).fetchone() == (1,))
         starter.send_signal(signal.SIGKILL)
         starter.communicate()
@@ -114,7 +115,8 @@ def test_killed_in_the_middle(empty_database_url: str, conn: database.Connection
         wait_until(
             lambda: (
                 looker.execute(
-                    "select count(*) from pg_stat_activity where application_name = 'starter'"
+                    "select count(*) from pg_stat_activity"
+                    " where datname = current_database() and application_name = 'starter'"
                 ).fetchone()
                 == (0,)
             )

@@ -371,7 +371,7 @@ def test_changed_while_it_is_recorded(
             change = "lease_token = 4711" if lost else "cancel_requested_at = now()"
             other.execute(f"update aqd.jobs set {change} where id = %s".encode(), [jobs[1].id])
             done = pool.submit(store.record_completed, conn, [completion(job) for job in jobs])
-            wait_until(lambda: queue.value("select 1 from pg_locks where not granted limit 1") == 1)
+            wait_until(lambda: queue.value("select pg_blocking_pids(%s)", conn.info.backend_pid))
         recorded = done.result(10)
     assert recorded == {job.id for job in jobs if not (lost and job is jobs[1])}
     assert queue.value("select count(*) from aqd.job_history") == len(recorded)

@@ -139,9 +139,10 @@ def test_a_project_on_a_server_that_is_there(
     project: Callable[..., str], pg: Postgres, tmp_path: Path
 ) -> None:
     project(GOOD, "8 passed", AQD_TEST_DATABASE_URL=pg.admin_url)
-    pattern = f"aqd_test_{(tmp_path / 'pid').read_text()}_%"
+    beginning = f"aqd_test_{(tmp_path / 'pid').read_text()}_"
     with pg.connect() as conn:
-        left = conn.execute("select datname from pg_database where datname like %s", [pattern]).fetchall()
+        all_there_are = "select datname from pg_database where starts_with(datname, %s)"
+        left = conn.execute(all_there_are, [beginning]).fetchall()
     assert left == []
 
 
