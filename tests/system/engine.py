@@ -200,7 +200,10 @@ def shared() -> Iterator[Engine]:
         remove_leftovers()
         while True:
             place.mkdir(mode=0o700, exist_ok=True)
-            users = (place / "users").open("a")
+            try:
+                users = (place / "users").open("a")
+            except FileNotFoundError:
+                continue  # the place itself was just being removed
             fcntl.flock(users, fcntl.LOCK_SH)
             if (place / "users").exists() and os.fstat(users.fileno()).st_ino == (
                 place / "users"
@@ -247,6 +250,7 @@ def remove_leftovers() -> None:
 
 
 def _remove(place: Path) -> None:
+    """By who holds the lock ``users``: that file last, so that nobody takes the place for a new one while it is emptied."""
     for group in Path("/sys/fs/cgroup").glob(f"*/{place.name}"):
         for directory in sorted(group.rglob("*"), reverse=True):
             if directory.is_dir():
@@ -254,6 +258,11 @@ def _remove(place: Path) -> None:
                     directory.rmdir()
         with contextlib.suppress(OSError):
             group.rmdir()
+    for each in place.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        elif each.name != "users":
+            each.unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
 
 

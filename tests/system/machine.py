@@ -418,7 +418,8 @@ class Machine:
         return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
     def journal(self, *arguments: str) -> list[dict[str, Any]]:
-        """Entries of ``journalctl ARGUMENTS``, all their fields."""
+        """Entries of ``journalctl ARGUMENTS``, all their fields. What has been said until now is among them."""
+        self.run("journalctl", "--sync")
         done = self.run("journalctl", "--output=json", "--all", "--no-pager", *arguments, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert lines or done.returncode in (0, 1), done.stdout  # 1: nothing was found

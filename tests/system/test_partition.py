@@ -20,7 +20,7 @@ from tests.fixtures.processes import wait_until
 
 __all__ = ["network"]
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
 LEASE_S = 4.0
 CONFIG = {
