@@ -4,4 +4,5 @@ pytest_plugins = [
     "tests.fixtures.postgres",
     "tests.fixtures.jobs",
     "tests.fixtures.daemon",
+    "tests.fixtures.examples",
 ]
