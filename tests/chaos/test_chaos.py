@@ -65,6 +65,25 @@ def test_a_short_round_breaks_no_promise(
     assert sum(result.states.values()) >= len(drawn.jobs)
 
 
+@pytest.mark.timeout(180)
+def test_a_cancelled_job_that_loses_its_lease_is_no_miscount(
+    private_pg: Callable[..., LocalPostgres], tmp_path: Path
+) -> None:
+    """Its attempt is "cancelled" in the database, and lost to the node that counts."""
+    steps: list[list[dict[str, Any]]] = [[{"sleep": 10.0}]]
+    lasting = Job(0, 0.2, "lasting", "chaos", steps, frozenset({"COMPLETED"}), {}, cancel_at_s=1.2)
+    silence = plan.Fault(0.8, "silence", 0, 3.0, 0.5)
+    world = World(
+        plan.Plan(0, 4.5, 1, 1, 3.0, 0.5, True, False, 0, {}, [lasting], [silence]), tmp_path, private_pg()
+    )
+    try:
+        result = Storm(world, print).run()
+    finally:
+        world.close()
+    assert not result.wrong, "\n".join(result.wrong)
+    assert result.attempts == {("cancelled", "lease"): 1}
+
+
 # --- the plan -------------------------------------------------------------------------------------
 
 

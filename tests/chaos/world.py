@@ -34,11 +34,13 @@ from tests.fixtures.proxy import Proxy
 PLUGIN = Path(__file__).parent / "plugins" / "chaos.py"
 # Debian's libfaketime, whatever the architecture; None: clocks are not stepped.
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-# Completed jobs, and attempts that ended otherwise, as one node has written them.
+# Completed jobs, and attempts that ended otherwise, as one node has written them. With its lease an attempt is "cancelled"
+# if the job was asked to end; to the node it is lost like any other, and it may not have been the node that wrote it.
 _COUNTED = ("failed", "discarded", "crashed", "timed_out", "cancelled")
 _COUNTS = """
     select (select count(*) from aqd.job_history where node_id = %(node)s and state = 'COMPLETED'),
-           (select count(*) from aqd.job_attempts where node_id = %(node)s and kind = any(%(kinds)s))
+           (select count(*) from aqd.job_attempts where node_id = %(node)s and kind = any(%(kinds)s)
+             and reason is distinct from 'lease')
 """
 _LEFT = {
     "session left": "select pid, application_name, state, query from pg_stat_activity"
