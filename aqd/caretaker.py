@@ -67,7 +67,8 @@ class Caretaker(threading.Thread):
         self.draining = False
         self._seen_until = 0.0
         self._at_work = False  # on a duty, such as a vacuum, after which the sign of life comes
-        self.changed: Callable[[], None] = lambda: None  # told when :attr:`registered` becomes true
+        # Told when :attr:`registered` becomes true, and at the end.
+        self.changed: Callable[[], None] = lambda: None
         # Not before the first reconciliation, nor while outcomes wait for the recorder's connection: what this
         # node holds is recorded, not rescued by its own hand.
         self.may_rescue = False
@@ -80,6 +81,7 @@ class Caretaker(threading.Thread):
         self._lived: tuple[store.NodeState, float] | None = None  # the last sign of life, and when
         self._worked_at = boottime()
         self._leave_by: float | None = None
+        self._ended = False
         self._start, self._schema = start, schema
         self._keeper = keeper.Keeper(start.config, start.node_id)
         self._serving: tuple[int, list[HandlerInfo]] | None = None
@@ -141,12 +143,13 @@ class Caretaker(threading.Thread):
             send(messages.Seen((gauges or [])[first : first + CELLS_MAX], first == 0))
 
     def finished(self) -> bool:
-        """Asked by the main thread before it leaves: whether the last figures are written, or have had their time."""
+        """Asked by the main thread before it leaves: whether the last sign of life is given and the last figures are
+        written, or have had their time."""
         if self._leave_by is None:
             self._leave_by = boottime() + LAST_S
             self.stopping = True
             self._wake.set()
-        return not self.is_alive() or boottime() >= self._leave_by
+        return self._ended or not self.is_alive() or boottime() >= self._leave_by
 
     # --- the thread
 
@@ -166,6 +169,8 @@ class Caretaker(threading.Thread):
             self._write()
         except (psycopg.Error, WorldError) as error:
             logger.info("the last figures are lost", error=log.describe(error))
+        self._ended = True
+        self.changed()
 
     def _step(self) -> float:
         start, serving = self._start, self._serving

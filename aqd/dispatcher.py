@@ -234,8 +234,9 @@ class Dispatcher:
                 self._settled([(link.incarnation, number) for number in numbers], {}, own=False)
 
     def _maybe_drained(self) -> None:
-        if not any(link.held for link in self.links.values()):
-            self.drained = self.keeper.stopping = True
+        # The keeper ends first: a sign of life that is on its way would bring the node's row back.
+        if not any(link.held for link in self.links.values()) and self.keeper.finished():
+            self.drained = True
             self._put(NodeGone())
             self.master.send(messages.Drained())
 

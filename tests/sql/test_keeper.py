@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue as queues
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +15,12 @@ import msgspec
 import psycopg
 import pytest
 
-from aqd import database, keeper, log, store
-from aqd.config import Config, Jobs
+from aqd import channel, database, keeper, log, messages, store
+from aqd.config import Config, Database, Jobs
 from aqd.config import Keeper as Settings
+from aqd.dispatcher import Dispatcher
+from aqd.errors import Exit
+from aqd.hookspecs import HandlerInfo
 from aqd.store import figures
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
@@ -491,3 +495,42 @@ def test_another_node_at_work_is_not_waited_for(connect: Connect, queue: Queue) 
         assert done.wait(10)
         thread.join()
     assert queue.value("select count(*) from aqd.unknown_types") == 0
+
+
+def test_a_sign_of_life_at_the_end_does_not_bring_the_node_back(
+    database_url: str, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on its way when nothing is left to do: the row that is left would keep a breaking migration waiting."""
+    master, end = channel.pair()
+    peer = channel.Peer(master, messages.encode)
+    config = Config(database=Database(url=database_url))
+    one = Dispatcher(end, messages.Start(config, "node", "node", 1, "0"))
+    seen, held_up = store.node_seen, threading.Event()
+
+    def nodes() -> int:
+        return int(queue.value("select count(*) from aqd.nodes"))
+
+    def slow(conn: database.Connection, state: store.NodeState) -> bool:
+        if state.generation == 2:
+            held_up.set()
+            until = time.monotonic() + 0.5
+            while nodes() and time.monotonic() < until:
+                time.sleep(0.01)
+        return seen(conn, state)
+
+    monkeypatch.setattr(store, "node_seen", slow)
+    ended: queues.SimpleQueue[int] = queues.SimpleQueue()
+    threading.Thread(target=lambda: ended.put(one.run()), daemon=True).start()
+    handlers = [HandlerInfo(type="noop", plugin="test")]
+    for message in (messages.Serve(1, handlers), messages.AttachedAll()):
+        peer.send(message)
+    wait_until(nodes)
+    peer.send(messages.Serve(2, handlers))
+    assert held_up.wait(10)
+    peer.send(messages.Drain())
+    wait_until(lambda: one.drained)
+    peer.send(messages.HandOver())
+    assert ended.get(timeout=10) == Exit.OK
+    one.keeper.join(10)
+    assert nodes() == 0
+    peer.close()
