@@ -290,14 +290,16 @@ class Claimer(threading.Thread):
 
     def _claim(self, wanted: Wish) -> bool:
         """Claim and deliver; whether anything was there. :attr:`_dry`: nothing more is, but for what comes now."""
-        asked_ns = boottime_ns()
+        asked_ns = 0
         wanted = wanted.one_claim()
         self._notified = False
         self._settled_before = self.settled
         self._asked = wanted.pools
 
         def claim_jobs(conn: Connection) -> list[ClaimedJob]:
-            # Asked once more on the connection: it may have taken a while to make it.
+            # On the connection: it may have taken a while to make it.
+            nonlocal asked_ns
+            asked_ns = boottime_ns()
             return [] if self.stopping else self.book.claim(conn, wanted)
 
         jobs = self.session.run(claim_jobs)
@@ -325,6 +327,8 @@ class Claimer(threading.Thread):
             if self.stopping or self._news():
                 return False
             self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
+            if wanted.exceeds(self.wanted):
+                return False  # the main thread wants less by now; somebody's transaction may be long
             looks += 1
             writers &= self.session.run(self.sleeper.pending_writers)
         return False

@@ -14,7 +14,7 @@ from aqd.claims import CLAIM_MAX, COMMON, NOTHING, ClaimedJob, Wish
 from aqd.config import Config, Daemon, Database
 from aqd.database import Connection
 from aqd.job import validate
-from aqd.process import boottime
+from aqd.process import boottime, boottime_ns
 from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue
@@ -180,6 +180,66 @@ def test_notifications_that_never_cease_put_no_second_look_off(
     queue.add()
     wait_until(lambda: set(rare) <= one.delays_s.keys(), 30)
     assert max(one.delays_s[name] for name in rare) < 1.0
+
+
+def test_what_is_not_wanted_any_more_is_not_claimed(
+    node: Callable[..., Node], connect: Connect, queue: Queue
+) -> None:
+    """The wish may shrink (to nothing, where the node is not registered any more) while somebody writes for minutes."""
+    one, writer = node(), connect(dispatcher=False)
+    announce, ask = one.claimer.sleeper.announce, one.claimer.sleeper.pending_writers
+    asked: list[float] = []
+
+    def announce_late(conn: Connection) -> None:
+        if not one.announced:
+            writer.execute("begin")
+            store.enqueue(writer, validate("noop"))
+        announce(conn)
+
+    def noted(conn: Connection) -> set[str]:
+        asked.append(boottime())
+        return ask(conn)
+
+    one.claimer.sleeper.announce, one.claimer.sleeper.pending_writers = announce_late, noted  # type: ignore[method-assign]
+    naps: list[float] = []
+    wait = one.claimer._wait
+
+    def napped(seconds: float) -> None:
+        naps.append(seconds)
+        wait(seconds)
+
+    one.claimer._wait = napped  # type: ignore[method-assign]
+    one.start()
+    wait_until(lambda: len(asked) > 2)  # it looks again and again
+    one.claimer.wanted = NOTHING  # without a word, as the main thread does it
+    writer.execute("commit")
+    wait_until(lambda: one.jobs or max(naps) > 1.0)
+    assert not one.jobs
+    one.want(Wish({COMMON: 10}))
+    wait_until(lambda: one.jobs)
+
+
+def test_a_claim_is_as_old_as_its_statement_and_not_as_its_connection(
+    node: Callable[..., Node], queue: Queue
+) -> None:
+    """Of several hosts the first may take its whole time to be silent: what is claimed after that is not too late."""
+    queue.add()
+    one = node()
+    connected: list[int] = []
+    asked: list[int] = []
+
+    def prepare(_conn: Connection) -> None:
+        time.sleep(0.05)
+        connected.append(boottime_ns())
+
+    def deliver(jobs: list[ClaimedJob], asked_ns: int) -> None:
+        asked.append(asked_ns)
+        one.jobs += jobs
+
+    one.claimer._schema, one.claimer._deliver = prepare, deliver
+    one.start()
+    wait_until(lambda: one.jobs)
+    assert asked[0] >= connected[0]
 
 
 # --- whom it makes notify
