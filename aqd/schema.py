@@ -5,6 +5,7 @@ aqd and breaking will never fit, which :attr:`Schema.unfit` says. One thread may
 connected (its sign of life is refused, or it alone lost its connection): then none of them goes on with what it has.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -32,21 +33,25 @@ class Schema:
         migrate.load_files()  # of our own version, whatever is installed by the time of the first connection
 
     def __call__(self, connection: Connection) -> None:
-        with self._lock:
-            try:
-                if not self._ready and self._migrate:
-                    migrate.migrate(connection)
-                migrate.check(connection)
-            except SchemaUnfit as error:
-                self.unfit = str(error)
-                for session in self.sessions:
-                    session.doubt = error
-                self.wake()
-                raise
-            except SchemaMismatch as error:
-                self.unfit = ""
-                if str(error) != self._waits_for:  # once for all threads
-                    self._waits_for = str(error)
-                    logger.warning("waiting for the schema", reason=self._waits_for)
-                raise
-            self._ready, self.unfit, self._waits_for = True, "", ""
+        # Nobody waits for another one's connection, which may be silent, but for the schema to be made.
+        with contextlib.nullcontext() if self._ready else self._lock:
+            self._look(connection)
+
+    def _look(self, connection: Connection) -> None:
+        try:
+            if not self._ready and self._migrate:
+                migrate.migrate(connection)
+            migrate.check(connection)
+        except SchemaUnfit as error:
+            self.unfit = str(error)
+            for session in self.sessions:
+                session.doubt = error
+            self.wake()
+            raise
+        except SchemaMismatch as error:
+            self.unfit = ""
+            if str(error) != self._waits_for:  # once for all threads
+                self._waits_for = str(error)
+                logger.warning("waiting for the schema", reason=self._waits_for)
+            raise
+        self._ready, self.unfit, self._waits_for = True, "", ""

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,12 @@ import pytest
 
 from aqd import migrate, store
 from aqd.config import Database
+from aqd.database import Connection
 from aqd.errors import Exit, SchemaMismatch
 from aqd.paths import data_dir
+from aqd.schema import Schema
 from tests.fixtures.processes import wait_until
+from tests.sql.conftest import Connect
 from tests.sql.test_migrate import NEWEST, further
 
 SHIPPED = sorted((data_dir("sql") / "migrations").glob("*.sql"))
@@ -274,3 +278,29 @@ def test_nobody_is_waited_for_where_nothing_is_pending(database_url: str) -> Non
         )
         conn.execute("set statement_timeout = '2s'")
         assert migrate.migrate(conn) == []
+
+
+def test_a_connection_that_is_silent_keeps_no_other_one_waiting(
+    connect: Connect, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a fail-over all threads of a dispatcher ask at the same time, and one gets no answer."""
+    schema, first, silent = Schema(Database(url=database_url)), connect(), connect()
+    schema(first)
+    check, asked, answered = migrate.check, threading.Event(), threading.Event()
+
+    def held_up(conn: Connection) -> migrate.SchemaStatus:
+        if conn is silent:
+            asked.set()
+            assert answered.wait(30)
+        return check(conn)
+
+    monkeypatch.setattr(migrate, "check", held_up)
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(schema, silent)
+        try:
+            assert asked.wait(10)
+            pool.submit(schema, first).result(timeout=5)
+            assert not waits.done()
+        finally:
+            answered.set()
+        waits.result(timeout=10)
