@@ -168,18 +168,16 @@ def connect(
         settings |= _DISPATCHER_SETTINGS
     if lock_timeout_s is not None:
         settings["lock_timeout"] = f"{max(1, round(lock_timeout_s * 1000))}ms"
-    # connect_timeout ends with the authentication; a proxy may swallow everything after it.
-    cut = threading.Timer(cfg.connect_timeout_s, shut_down, [conn])
-    cut.daemon = True
-    cut.start()
     try:
-        pooled = run(
-            conn,
-            "configure_session",
-            names=text_array(settings),
-            values=text_array(settings.values()),
-            pid={"auto": conn.info.backend_pid, "session": None, "transaction": 0}[cfg.pooler],
-        )[0][0]
+        # connect_timeout ends with the authentication; a proxy may swallow everything after it.
+        with _cut_after(conn, cfg.connect_timeout_s):
+            pooled = run(
+                conn,
+                "configure_session",
+                names=text_array(settings),
+                values=text_array(settings.values()),
+                pid={"auto": conn.info.backend_pid, "session": None, "transaction": 0}[cfg.pooler],
+            )[0][0]
         conn.was_read_only = _is_read_only(conn)
         if pooled:
             conn.prepare_threshold = None
@@ -187,9 +185,21 @@ def connect(
     except BaseException:
         conn.close()
         raise
-    finally:
-        cut.cancel()
     return conn
+
+
+@contextlib.contextmanager
+def _cut_after(conn: Connection, seconds: float) -> Iterator[None]:
+    """End what waits on the connection when the time is over."""
+    with twin(conn) as ours:
+        cut = threading.Timer(seconds, shut_down, [ours])
+        cut.daemon = True
+        cut.start()
+        try:
+            yield
+        finally:
+            cut.cancel()
+            cut.join()  # it may be about to
 
 
 def _travelling(settings: Mapping[str, str]) -> bytes:
@@ -211,12 +221,16 @@ def _settings_of(options: str) -> dict[str, str]:
     }
 
 
-def shut_down(conn: Connection) -> None:
-    """End whatever waits on this connection, from any thread: the socket is shut down under it."""
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(conn.pgconn.socket)) as twin,
-    ):
+def twin(conn: Connection) -> socket.socket:
+    """A descriptor of our own for the connection's socket, to be closed with it. To be called by the connection's thread:
+    libpq closes its own when the connection is lost, and the number may be somebody else's by the time another looks at it.
+    :class:`psycopg.OperationalError` if it is lost already."""
+    return socket.socket(fileno=os.dup(conn.pgconn.socket))
+
+
+def shut_down(twin: socket.socket) -> None:
+    """End whatever waits on the connection of this :func:`twin`, from any thread: the socket is shut down under it."""
+    with contextlib.suppress(OSError):
         twin.shutdown(socket.SHUT_RDWR)
 
 

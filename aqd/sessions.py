@@ -13,6 +13,7 @@ neither CPU nor a flood of log lines.
 import contextlib
 import os
 import random
+import socket
 import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
@@ -63,6 +64,7 @@ class Session:
         self._pause_max_s, self._lock_timeout_s = pause_max_s, lock_timeout_s
         self._limit_s = limit_s or config.statement_timeout_s + MARGIN_S
         self._connection: Connection | None = None
+        self._twin: socket.socket | None = None  # of its socket, to cut it
         self._failures = 0  # since a connection last proved good
         self._relapsing = self._prepared = False
         self._away = False  # it was, or is, for another reason than its schema
@@ -150,6 +152,9 @@ class Session:
         was_up, self.up = self.up, False
         with self._lock:
             connection, self._connection = self._connection, None
+            twin, self._twin = self._twin, None
+        if twin is not None:
+            twin.close()
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
                 connection.close()
@@ -172,6 +177,7 @@ class Session:
             self._connection = connection
         self._begin(None if self._prepared else PREPARE_LIMIT_S)
         try:
+            self._twin = database.twin(connection)
             self._prepare(connection)
         except BaseException as error:
             self._end()
@@ -219,6 +225,6 @@ class Session:
     def cut(self) -> None:
         """Called by the main thread: end the statement that is under way, if there is one."""
         with self._lock:  # the thread cannot close the connection meanwhile
-            if self._connection is not None and self._deadline:
+            if self._twin is not None and self._deadline:
                 self._cut = True
-                database.shut_down(self._connection)
+                database.shut_down(self._twin)

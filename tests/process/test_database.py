@@ -355,12 +355,12 @@ def test_no_connection_is_shared_between_processes(proxied, start_daemon, jobs):
 
     def holders():
         inodes = tcp_inodes(proxied.proxy.port)
-        return [
+        return {
             (target[8:-1], pid)
             for pid in pids_of(daemon)
             for target in processes.descriptors(pid).values()
             if target.startswith("socket:[") and target[8:-1] in inodes
-        ]
+        }
 
     def check():
         found = holders()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
+import pytest
 from psycopg import conninfo
 
 from aqd import database
@@ -26,3 +30,26 @@ def test_every_turn_to_read_only_is_noticed(database_url: str) -> None:
     session.run(turn, "on")
     assert session.connection is None
     assert "read-only" in session.error
+
+
+def test_a_cut_meets_its_own_connection_only(database_url: str) -> None:
+    """libpq closes what is lost by itself, in the session's thread, and whoever opens something next is given the number."""
+    session = Session(Database(url=database_url), "test")
+
+    def lose_and_cut(conn: database.Connection) -> None:
+        number = conn.pgconn.socket
+        own = os.dup(number)
+        innocent, other_end = socket.socketpair()
+        os.dup2(innocent.fileno(), number)
+        session.cut()
+        other_end.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other_end.recv(1)
+        os.dup2(own, number)
+        with socket.socket(fileno=own) as mine:
+            assert mine.recv(1) == b""
+        innocent.close()
+        other_end.close()
+
+    session.run(lose_and_cut)
+    session.close()
