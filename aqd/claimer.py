@@ -327,10 +327,10 @@ class Claimer(threading.Thread):
             if self.stopping or self._news():
                 return False
             self._wait(_WRITER_PAUSES_S[min(looks, len(_WRITER_PAUSES_S) - 1)])
-            if wanted.exceeds(self.wanted):
-                return False  # the main thread wants less by now; somebody's transaction may be long
             looks += 1
             writers &= self.session.run(self.sleeper.pending_writers)
+            if wanted.exceeds(self.wanted):
+                return False  # the main thread wants less by now; somebody's transaction may be long
         return False
 
     def _poll_s(self) -> float:

@@ -187,8 +187,8 @@ def test_what_is_not_wanted_any_more_is_not_claimed(
 ) -> None:
     """The wish may shrink (to nothing, where the node is not registered any more) while somebody writes for minutes."""
     one, writer = node(), connect(dispatcher=False)
-    announce, ask = one.claimer.sleeper.announce, one.claimer.sleeper.pending_writers
-    asked: list[float] = []
+    announce, wait = one.claimer.sleeper.announce, one.claimer._wait
+    naps: list[float] = []
 
     def announce_late(conn: Connection) -> None:
         if not one.announced:
@@ -196,24 +196,16 @@ def test_what_is_not_wanted_any_more_is_not_claimed(
             store.enqueue(writer, validate("noop"))
         announce(conn)
 
-    def noted(conn: Connection) -> set[str]:
-        asked.append(boottime())
-        return ask(conn)
-
-    one.claimer.sleeper.announce, one.claimer.sleeper.pending_writers = announce_late, noted  # type: ignore[method-assign]
-    naps: list[float] = []
-    wait = one.claimer._wait
-
     def napped(seconds: float) -> None:
         naps.append(seconds)
+        if len(naps) == 3:  # it looks again and again
+            one.claimer.wanted = NOTHING  # without a word, as the main thread does it
+            writer.execute("commit")
         wait(seconds)
 
-    one.claimer._wait = napped  # type: ignore[method-assign]
+    one.claimer.sleeper.announce, one.claimer._wait = announce_late, napped  # type: ignore[method-assign]
     one.start()
-    wait_until(lambda: len(asked) > 2)  # it looks again and again
-    one.claimer.wanted = NOTHING  # without a word, as the main thread does it
-    writer.execute("commit")
-    wait_until(lambda: one.jobs or max(naps) > 1.0)
+    wait_until(lambda: one.jobs or max(naps, default=0.0) > 1.0)
     assert not one.jobs
     one.want(Wish({COMMON: 10}))
     wait_until(lambda: one.jobs)
