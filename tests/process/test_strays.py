@@ -89,7 +89,8 @@ def test_a_handler_may_leave_something_behind(start_daemon, jobs):
         LEAVE["a daemon"]
         + "\nkept = result\n"
         + LEAVE["a child"]
-        + "\nresult += kept\nos.spawnlp(os.P_NOWAIT, 'true', 'true')",
+        + "\nresult += kept\ndead = os.spawnlp(os.P_NOWAIT, 'true', 'true')"
+        + "\nos.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)",
         type="detached",
     )
     gone = probe.result(jobs, LEAVE["a daemon"])

@@ -1,5 +1,6 @@
 """What becomes of each error of PostgreSQL: by SQLSTATE, in a dispatcher's session and in the API."""
 
+import socket
 from types import SimpleNamespace
 
 import psycopg
@@ -92,6 +93,7 @@ class Connections:
     def __init__(self, monkeypatch):
         self.now = 1000.0
         self.made = 0
+        self.sockets = socket.socketpair()  # those that are cut
         self.log = []
         monkeypatch.setattr("aqd.sessions.database.connect", self.connect)
         monkeypatch.setattr("aqd.sessions.boottime", lambda: self.now)
@@ -102,7 +104,7 @@ class Connections:
             closed=False,
             broken=False,
             close=lambda: None,
-            pgconn=SimpleNamespace(socket=-1, parameter_status=lambda _: None),
+            pgconn=SimpleNamespace(socket=self.sockets[0].fileno(), parameter_status=lambda _: None),
         )
 
     def session(self):
@@ -115,7 +117,10 @@ class Connections:
 
 @pytest.fixture
 def world(monkeypatch):
-    return Connections(monkeypatch)
+    made = Connections(monkeypatch)
+    yield made
+    for each in made.sockets:
+        each.close()
 
 
 def break_down(_conn):
