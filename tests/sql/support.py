@@ -11,6 +11,7 @@ import psycopg
 
 from aqd import claims, store
 from aqd.job import validate
+from tests.fixtures.processes import wait_until
 
 HELD = store.Lease(extended=True, cancelled=False)
 
@@ -35,6 +36,12 @@ class Queue:
             f"select %s, %s, %s, {', '.join(columns.values())} from generate_series(1, {count}) as n",
             [type, queue, priority],
         )
+
+    def deadlocks(self, *, sessions: int) -> int:
+        """Deadlocks in this database, once those who may have had them have ended and told: so many sessions stay."""
+        left = "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
+        wait_until(lambda: self.value(left) <= sessions)
+        return int(self.value("select deadlocks from pg_stat_database where datname = current_database()"))
 
     def row(self, id: int) -> dict[str, Any]:
         """The live row."""

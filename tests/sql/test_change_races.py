@@ -10,7 +10,6 @@ import pytest
 from aqd import store
 from aqd.job import JobRequest, validate
 from aqd.store import Action, JobFilter, change
-from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads
 
@@ -58,15 +57,7 @@ def test_many_beside_a_running_node_do_not_deadlock(connect: Connect, queue: Que
 
     made += sum(in_threads(lambda: node(1), lambda: node(2), all_by_hand, timeout_s=150))
     assert min(rounds.values()) > 2
-    wait_until(
-        lambda: (
-            queue.value(
-                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
-            )
-            <= 2
-        )
-    )
-    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
+    assert queue.deadlocks(sessions=2) == 0
     assert queue.value("select count(*) from aqd.all_jobs") <= made
     twice = "select count(*) - count(distinct id) from aqd.all_jobs"
     assert queue.value(twice) == 0
@@ -100,15 +91,7 @@ def test_those_who_want_the_same_do_not_deadlock(
         assert sum(counts) == 1000, "each job is changed once"
     for conn in conns:
         conn.close()
-    wait_until(
-        lambda: (
-            queue.value(
-                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
-            )
-            <= 1
-        )
-    )
-    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
+    assert queue.deadlocks(sessions=1) == 0
 
 
 def test_batches_that_replace_do_not_deadlock_with_changes_of_many(connect: Connect, queue: Queue) -> None:
@@ -149,12 +132,4 @@ def test_batches_that_replace_do_not_deadlock_with_changes_of_many(connect: Conn
 
     in_threads(lambda: application(keys), lambda: application(keys[::-1]), by_hand, locked, timeout_s=120)
     assert queue.value("select count(*) from aqd.idempotency_keys where expires_at < now()") == 0
-    wait_until(
-        lambda: (
-            queue.value(
-                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
-            )
-            <= 1
-        )
-    )
-    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
+    assert queue.deadlocks(sessions=1) == 0

@@ -221,7 +221,6 @@ def test_a_claim_is_as_old_as_its_statement_and_not_as_its_connection(
     asked: list[int] = []
 
     def prepare(_conn: Connection) -> None:
-        time.sleep(0.05)
         connected.append(boottime_ns())
 
     def deliver(jobs: list[ClaimedJob], asked_ns: int) -> None:

@@ -280,15 +280,7 @@ def test_batches_in_opposite_orders_do_not_deadlock(connect: Connect, queue: Que
     first, *others = in_threads(*[lambda turn=turn: call(turn) for turn in range(6)])  # type: ignore[misc]
     assert all(other == first for other in others)
     assert jobs(queue) == rounds * len(keys)
-    wait_until(
-        lambda: (
-            queue.value(
-                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
-            )
-            <= 1
-        )
-    )
-    assert queue.value("select deadlocks from pg_stat_database where datname = current_database()") == 0
+    assert queue.deadlocks(sessions=1) == 0
 
 
 def test_repeatable_read_is_told_to_repeat(connect: Connect, queue: Queue) -> None:

@@ -11,25 +11,11 @@ import pytest
 
 from aqd import claims, database, store
 from aqd.errors import ConflictError, NotFoundError
-from tests.fixtures.processes import wait_until
 from tests.sql.conftest import Connect
 from tests.sql.support import Queue, book, completion, failure, in_threads, released
 
 MIX_S = 4.0
 ROWS = 600
-
-
-def deadlocks(queue: Queue) -> int:
-    """Deadlocks in this database, once the sessions that may have had them have ended and told."""
-    wait_until(
-        lambda: (
-            queue.value(
-                "select count(*) from pg_stat_activity where application_name = 'test' and datname = current_database()"
-            )
-            <= 2
-        )
-    )
-    return int(queue.value("select deadlocks from pg_stat_database where datname = current_database()"))
 
 
 def test_mixed_changes_do_not_deadlock(connect: Connect, queue: Queue) -> None:
@@ -85,7 +71,7 @@ def test_mixed_changes_do_not_deadlock(connect: Connect, queue: Queue) -> None:
 
     rounds = in_threads(*[lambda n=n: node(n) for n in range(3)], *[rescuer] * 2)
     assert min(rounds) > 2
-    assert deadlocks(queue) == 0
+    assert queue.deadlocks(sessions=2) == 0
     assert queue.value("select count(*) from aqd.jobs") == ROWS, "each completed job was replaced by one"
 
 
@@ -156,7 +142,7 @@ def test_everybody_wants_the_same_rows(connect: Connect, queue: Queue) -> None:
         return done
 
     counts = in_threads(*[lambda n=n: node(n) for n in range(4)])
-    assert deadlocks(queue) == 0
+    assert queue.deadlocks(sessions=2) == 0
     for act in ACTS:
         assert sum(each.get(act.__name__, 0) for each in counts) > 0
     made = queue.value("select last_value from aqd.jobs_id_seq")
