@@ -224,8 +224,11 @@ def _settings_of(options: str) -> dict[str, str]:
 def twin(conn: Connection) -> socket.socket:
     """A descriptor of our own for the connection's socket, to be closed with it. To be called by the connection's thread:
     libpq closes its own when the connection is lost, and the number may be somebody else's by the time another looks at it.
-    :class:`psycopg.OperationalError` if it is lost already."""
-    return socket.socket(fileno=os.dup(conn.pgconn.socket))
+    :class:`psycopg.OperationalError` if it is lost already, or no descriptor is left."""
+    try:
+        return socket.socket(fileno=os.dup(conn.pgconn.socket))
+    except OSError as error:
+        raise psycopg.OperationalError(f"no descriptor for a connection: {error}") from error
 
 
 def shut_down(twin: socket.socket) -> None:

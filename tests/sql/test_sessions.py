@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
+import psycopg
 import pytest
 from psycopg import conninfo
 
@@ -52,4 +54,22 @@ def test_a_cut_meets_its_own_connection_only(database_url: str) -> None:
         other_end.close()
 
     session.run(lose_and_cut)
+    session.close()
+
+
+def test_without_a_descriptor_there_is_no_connection(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the connection itself could not be made: an error of the database's, and the next attempt may do."""
+    session = Session(Database(url=database_url), "test")
+
+    def none_left(_fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", none_left)
+        with pytest.raises(psycopg.OperationalError, match="Too many open files"):
+            session.run(lambda _: None)
+    assert "Too many open files" in session.error
+    assert session.run(lambda conn: conn.execute("select 1").fetchone()) == (1,)
     session.close()
